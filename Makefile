@@ -1,0 +1,36 @@
+# On a fresh machine: `make demo` shows it working, `make test` proves it. Both make their own environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test bench lint proto clean
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11 to 3.13 is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/kvaffinity demo
+
+bench: $(VENV)/installed
+	$(BIN)/kvaffinity bench
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+# An old compiler on purpose: code it generates runs on protobuf 6 and 7. It wants a protobuf of its own, so it gets a room of its own.
+proto:
+	$(PYTHON) -m venv $(VENV)-proto
+	$(VENV)-proto/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools>=1.74,<1.75'
+	$(VENV)-proto/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. extproc/wire/envoy.proto
+
+clean:
+	rm -rf $(VENV) $(VENV)-proto dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

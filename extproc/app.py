@@ -1,0 +1,249 @@
+"""The application: builds everything from the configuration; owns tasks, clock, signals and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+from opentelemetry.sdk.trace import TracerProvider
+from xxhash import xxh3_64_intdigest
+
+from extproc.config import Config, ConfigError, ModelConfig, load, traces_wanted
+from extproc.core.cost import PrefillRate
+from extproc.core.fleet import Fleet, LoadLimits
+from extproc.core.prefix_map import PrefixMap
+from extproc.core.router import Pool, Router
+from extproc.core.types import Node
+from extproc.policies.least_ttft import LeastTtft
+from extproc.server import ExtProc, Health, Settings, build
+from extproc.sources.scraper import Scraper, ScrapeSettings
+from extproc.telemetry import Telemetry, span_exporting
+
+log = logging.getLogger(__name__)
+
+_PROBE_S = 0.01
+_WATCH_S = 1.0
+
+
+def _nodes(model: ModelConfig) -> list[Node]:
+    return [Node(each.name, each.address, each.cluster or each.name, each.weight) for each in model.nodes]
+
+
+def _limits(config: Config) -> LoadLimits:
+    policy = config.policy
+    return LoadLimits(config.scrape.stale_after_s, policy.max_waiting, policy.max_kv_usage)
+
+
+def _policy(config: Config) -> LeastTtft:
+    policy = config.policy
+    return LeastTtft(policy.load_bound, policy.load_slack_s, policy.margin_s, policy.margin_ratio, policy.fallbacks)
+
+
+def apply_pools(pools: dict[str, Pool], config: Config) -> None:
+    """Make `pools` what the configuration says; pools and nodes that stay keep what is known of them."""
+    for name in pools.keys() - {model.name for model in config.models}:
+        del pools[name]
+    for model in config.models:
+        pool = pools.get(model.name)
+        if pool is None or pool.block_tokens != model.block_tokens:
+            fleet = Fleet(
+                PrefillRate(model.prefill_tokens_per_s),
+                limits=_limits(config),
+                price_weight=config.policy.price_weight,
+            )
+            pool = pools[model.name] = Pool(fleet, PrefixMap(), _policy(config), model.block_tokens, model.cache_tokens)
+        pool.policy = _policy(config)
+        pool.cache_tokens = model.cache_tokens
+        pool.fleet.limits = _limits(config)
+        pool.fleet.price_weight = config.policy.price_weight
+        if pool.fleet.rate.configured != model.prefill_tokens_per_s:
+            pool.fleet.rate = PrefillRate(model.prefill_tokens_per_s)
+        pool.replace(_nodes(model))
+
+
+def settings_of(config: Config, *, salt: int) -> Settings:
+    """The server's part of the configuration."""
+    server = config.server
+    return Settings(
+        head_bytes=server.head_bytes,
+        max_held_bytes=server.max_held_bytes,
+        collect_gap_s=server.collect_gap_s,
+        collect_total_s=server.collect_total_s,
+        decide_s=server.decide_s,
+        decide_s_per_16_kib=server.decide_s_per_16_kib,
+        cluster_header=server.cluster_header,
+        destination_header=server.destination_header,
+        set_cluster=server.destination in ("cluster-header", "both"),
+        set_destination=server.destination in ("override-host", "both"),
+        reject_when_empty=server.when_empty == "reject",
+        pool_of={name: model.name for model in config.models for name in (model.name, *model.aliases)},
+        salt=salt,
+    )
+
+
+class App:
+    """One process: `run` serves until SIGTERM or SIGINT, and returns when everything has ended."""
+
+    def __init__(self, config: Config, path: Path | None) -> None:
+        self.config = config
+        self._path = path
+        self._salt = secrets.randbits(64) if config.salt is None else xxh3_64_intdigest(config.salt.encode())
+        pools: dict[str, Pool] = {}
+        apply_pools(pools, config)
+        self.router = Router(pools, ticket_ttl_s=config.server.ticket_ttl_s, ticket_prefix=f"{secrets.token_hex(4)}-")
+        self._tracing: TracerProvider | None = span_exporting() if traces_wanted(config.telemetry) else None
+        tracer = None if self._tracing is None else self._tracing.get_tracer("kvaffinity")
+        self.telemetry = Telemetry(self.router, tracer)
+        self.ext_proc = ExtProc(self.router, settings_of(config, salt=self._salt), self.telemetry, time.monotonic)
+        self.telemetry.watch(self.ext_proc, time.monotonic)
+        scrape = config.scrape
+        self._scraper = Scraper(
+            ScrapeSettings(scrape.interval_s, scrape.timeout_s, scrape.path), time.monotonic, random.Random()
+        )
+        self._ready = False
+
+    async def run(self) -> None:
+        """Serve until told to stop; OSError when a port cannot be had."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        health = Health()
+        server_config = self.config.server
+        server = build(
+            self.ext_proc,
+            health,
+            listen=server_config.listen,
+            max_message_bytes=server_config.max_message_bytes,
+            max_streams=server_config.max_streams,
+        )
+        await health.serving(True)
+        pages = await self._serve_pages() if server_config.metrics else None
+        if self.config.scrape.enabled:
+            self._scraper.replace(self.router.pools)
+        tasks = [
+            asyncio.create_task(_forever(each), name=name)
+            for name, each in (
+                ("expire tickets", self._expire),
+                ("probe the loop", self._probe),
+                ("watch the configuration", self._watch),
+            )
+        ]
+        await server.start()
+        self._ready = True
+        log.info("serving on %s: %s", server_config.listen, self._describe())
+        # What exists now lives as long as the process: no collection has to walk it again. Frequent young collections
+        # are cheap, but each costs the request it falls into.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+        await stop.wait()
+        self._ready = False
+        log.info("draining for up to %.0f s", server_config.drain_s)
+        await health.serving(False)
+        await self._drain(server_config.drain_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._scraper.close()
+        await server.stop(0)
+        if pages is not None:
+            await pages.cleanup()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.shutdown)
+
+    async def _drain(self, seconds: float) -> None:
+        """Let open exchanges finish. Envoy's access-log stream never ends by itself, so it is not waited for."""
+        until = time.monotonic() + seconds
+        while self.ext_proc.streams and time.monotonic() < until:  # noqa: ASYNC110 - happens once, at the end
+            await asyncio.sleep(0.02)
+
+    def reload(self) -> None:
+        """Take the configuration file again; one that cannot be used changes nothing, and the log says why."""
+        if self._path is None:
+            return
+        try:
+            config = load(self._path)
+        except ConfigError as error:
+            log.error("configuration kept as it was: %s", error)
+            return
+        apply_pools(self.router.pools, config)
+        self.router.ticket_ttl_s = config.server.ticket_ttl_s
+        self.ext_proc.settings = settings_of(config, salt=self._salt)
+        scrape = config.scrape
+        self._scraper.settings = ScrapeSettings(scrape.interval_s, scrape.timeout_s, scrape.path)
+        if config.scrape.enabled:
+            self._scraper.replace(self.router.pools)
+        else:
+            self._scraper.replace({})
+        fixed = ("listen", "metrics_listen", "metrics", "max_message_bytes", "max_streams")
+        changed = [f"server.{key}" for key in fixed if getattr(config.server, key) != getattr(self.config.server, key)]
+        changed += [key for key in ("salt", "telemetry") if getattr(config, key) != getattr(self.config, key)]
+        self.config = config
+        log.info("configuration reloaded: %s", self._describe())
+        if changed:
+            log.warning("takes effect at the next start only: %s", ", ".join(changed))
+
+    def _describe(self) -> str:
+        return ", ".join(f"{name} on {len(pool.fleet)} nodes" for name, pool in self.router.pools.items())
+
+    async def _expire(self) -> None:
+        await asyncio.sleep(1.0)
+        for settled in self.router.expire(now=time.monotonic()):
+            self.telemetry.settled(settled)
+
+    async def _probe(self) -> None:
+        before = time.monotonic()
+        await asyncio.sleep(_PROBE_S)
+        self.telemetry.loop_delay(max(time.monotonic() - before - _PROBE_S, 0.0))
+
+    async def _watch(self) -> None:
+        """Reload when the file changes. It is looked at by its status alone, so a replaced file is seen as well."""
+        before = self._stamp()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            now = self._stamp()
+            if now is not None and now != before:
+                before = now
+                self.reload()
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat() if self._path is not None else None
+        except OSError:
+            return None
+        return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
+
+    async def _serve_pages(self) -> web.AppRunner:
+        async def metrics(_: web.Request) -> web.Response:
+            return web.Response(body=self.telemetry.page(), content_type="text/plain", charset="utf-8")
+
+        async def healthz(_: web.Request) -> web.Response:
+            return web.Response(text="ok\n" if self._ready else "not ready\n", status=200 if self._ready else 503)
+
+        pages = web.Application()
+        pages.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz)])
+        runner = web.AppRunner(pages, access_log=None)
+        await runner.setup()
+        host, _, port = self.config.server.metrics_listen.rpartition(":")
+        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        return runner
+
+
+async def _forever(step: Callable[[], Awaitable[None]]) -> None:
+    """Run `step` again and again; what goes wrong in one is logged, and the next is tried a second later."""
+    while True:
+        try:
+            await step()
+        except Exception:
+            log.exception("background task failed")
+            await asyncio.sleep(1.0)

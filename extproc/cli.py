@@ -1,0 +1,72 @@
+"""The `kvaffinity` command."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from pathlib import Path
+
+import click
+
+from extproc.config import ConfigError, load
+
+_LABORATORY = {
+    "node": "extproc.lab.node",
+    "demo": "extproc.lab.demo",
+    "bench": "extproc.lab.bench",
+}
+
+
+class _Commands(click.Group):
+    """The laboratory is imported only when one of its commands is called: the server does not need it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_LABORATORY})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _LABORATORY:
+            command = getattr(importlib.import_module(_LABORATORY[cmd_name]), cmd_name)
+            assert isinstance(command, click.Command)
+            return command
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvaffinity")
+def main() -> None:
+    """Send each LLM request to the node that already holds its KV cache, as Envoy's external processor."""
+
+
+@main.command()
+@click.option(
+    "--config", "path", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The TOML file to read."
+)
+@click.option(
+    "--log-level", default="INFO", show_default=True, type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"])
+)
+def serve(path: Path, log_level: str) -> None:
+    """Serve ext_proc, the access log and gRPC health until SIGTERM. SIGHUP, or a changed file, reloads it."""
+    from extproc.app import App
+
+    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(App(load(path), path).run())
+    except (ConfigError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+def check(path: Path) -> None:
+    """Say whether a configuration file can be used, and what it says."""
+    try:
+        config = load(path)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    for model in config.models:
+        click.echo(f"{model.name}: {len(model.nodes)} nodes")
+
+
+if __name__ == "__main__":
+    main()

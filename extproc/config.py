@@ -1,0 +1,165 @@
+"""The configuration: the only reader of the file and the environment; typed, unknown keys refused with their path."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Address = Annotated[str, msgspec.Meta(pattern=r"^[^\s:/]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+HeaderName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]*$")]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says where and why."""
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the server listens, how long it waits, and what it tells Envoy."""
+
+    listen: Annotated[str, msgspec.Meta(pattern=r"^unix:.+|^.+:\d{1,5}$")] = "127.0.0.1:9002"
+    """ext_proc, access log and health; `host:port` or `unix:/path`."""
+    metrics_listen: Address = "127.0.0.1:9090"
+    """/metrics and /healthz."""
+    metrics: bool = True
+    """Serve metrics_listen at all?"""
+    head_bytes: Annotated[int, msgspec.Meta(ge=1024, le=64 << 20)] = 1 << 20
+    """Read this much of a body at most. Envoy's default buffers hold about 1 MiB."""
+    max_held_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 256 << 20
+    """All heads together; beyond it requests are decided on their headers."""
+    max_message_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 64 << 20
+    """Largest gRPC message; matters to BUFFERED mode, where a body is one message."""
+    max_streams: Count = 10_000
+    """Requests in hand at once; more are refused, and Envoy lets them through."""
+    collect_gap_s: Seconds = 0.15
+    """Decide on what has arrived after this long without a new chunk; keep it under Envoy's `message_timeout`."""
+    collect_total_s: Seconds = 1.0
+    """... and after this long in all."""
+    decide_s: Seconds = 0.02
+    """From the complete head to the decision; then it is made on the blocks hashed so far."""
+    decide_s_per_16_kib: Annotated[float, msgspec.Meta(ge=0)] = 0.001
+    destination: Literal["cluster-header", "override-host", "both"] = "cluster-header"
+    cluster_header: HeaderName = "x-upstream-cluster"
+    destination_header: HeaderName = "x-gateway-destination-endpoint"
+    when_empty: Literal["fallback", "reject"] = "fallback"
+    """No node in the pool: pass on to Envoy's fallback route, or answer 503."""
+    ticket_ttl_s: Seconds = 600.0
+    """Release a request's load after this long when no access log came for it."""
+    drain_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    """After SIGTERM, how long open streams may take."""
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The default policy; see the README for what each does."""
+
+    price_weight: Annotated[float, msgspec.Meta(ge=0)] = 2.0
+    load_bound: Annotated[float, msgspec.Meta(ge=1)] = 1.25
+    load_slack_s: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.005
+    margin_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.02
+    fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
+    max_waiting: Count = 8
+    max_kv_usage: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
+
+
+class ScrapeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the nodes' load is read."""
+
+    enabled: bool = True
+    interval_s: Seconds = 0.5
+    timeout_s: Seconds = 1.0
+    stale_after_s: Seconds = 5.0
+    """An older sample is not believed; what we sent ourselves still counts."""
+    path: Annotated[str, msgspec.Meta(pattern="^/")] = "/metrics"
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One node of a pool."""
+
+    name: Name
+    address: Address
+    """ip:port of its HTTP server."""
+    cluster: Name | None = None
+    """Its Envoy cluster; the name when left out."""
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Prefill speed relative to the others."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A pool: the nodes that serve one model."""
+
+    name: Name
+    aliases: tuple[Name, ...] = ()
+    """Other values of `model` that this pool serves; "*" takes every name that no pool has."""
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
+    """Tokens in a block of the prefix map."""
+    cache_tokens: Count = 2_000_000
+    """Size of a node's prefix cache until the node says so itself."""
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] = 10_000.0
+    """Where the estimate starts; it is then learnt, within a factor of 16."""
+    nodes: tuple[NodeConfig, ...] = ()
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Spans; everything else of OpenTelemetry is set by its own environment variables."""
+
+    traces: bool | None = None
+    """Left out: on when the environment names an OTLP endpoint."""
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole file."""
+
+    models: Annotated[tuple[ModelConfig, ...], msgspec.Meta(min_length=1)]
+    server: ServerConfig = ServerConfig()
+    policy: PolicyConfig = PolicyConfig()
+    scrape: ScrapeConfig = ScrapeConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    salt: str | None = None
+    """Secret that the block hashes are made with; random at each start when left out."""
+
+
+def parse(text: str) -> Config:
+    """A configuration from TOML; ConfigError names the place and the reason."""
+    try:
+        config = msgspec.convert(tomllib.loads(text), Config)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(str(error)) from error
+    names = [name for model in config.models for name in (model.name, *model.aliases)]
+    _refuse_twice("model name or alias", names)
+    for i, model in enumerate(config.models):
+        _refuse_twice(f"node name in $.models[{i}]", [node.name for node in model.nodes])
+        _refuse_twice(f"node address in $.models[{i}]", [node.address for node in model.nodes])
+    if config.server.cluster_header == config.server.destination_header:
+        raise ConfigError("$.server.cluster_header and $.server.destination_header must differ")
+    return config
+
+
+def load(path: Path) -> Config:
+    """Read `path`; ConfigError when it cannot be read or used."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(error)) from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def traces_wanted(config: TelemetryConfig) -> bool:
+    """Are spans to be exported?"""
+    if config.traces is not None:
+        return config.traces
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    return any(os.environ.get(name) for name in names)
+
+
+def _refuse_twice(what: str, names: list[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ConfigError(f"{what} given twice: {', '.join(sorted(twice))}")

@@ -1,0 +1,200 @@
+"""The nodes of one pool: their last load sample, and what we sent them that is not settled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from extproc.core.cost import Decayed, PrefillRate, price
+from extproc.core.types import Candidate, LoadSample, Node, NodeId
+
+WINDOW_S = 60.0
+"""Over which utilisation and recent work are averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimits:
+    """When a node counts as saturated, and how long a sample is believed."""
+
+    stale_after_s: float = 5.0
+    max_waiting: int = 8
+    max_kv_usage: float = 0.95
+
+
+@dataclass(slots=True)
+class _Standing:
+    node: Node
+    busy_until_s: float = -math.inf
+    """The fluid queue: when the uncached work sent there will have been prefilled."""
+    in_flight: int = 0
+    in_flight_tokens: int = 0
+    reserved_s: float = 0.0
+    """All work ever put there, in seconds: what is queued behind a request is what was added since."""
+    work: Decayed = field(default_factory=lambda: Decayed(WINDOW_S))
+    sample: LoadSample | None = None
+
+
+class Changes(NamedTuple):
+    """What `replace` did."""
+
+    added: tuple[Node, ...]
+    removed: tuple[Node, ...]
+
+
+class Reservation(NamedTuple):
+    """Work put on a node until it is released. One that left and came back is another: it refers to the old one."""
+
+    standing: _Standing
+    tokens: int
+    work_s: float
+    reserved_s: float
+
+    def release(self, *, first_token_at_s: float | None) -> None:
+        """The request is over. None: its prompt was never computed, so that it no longer keeps others waiting.
+
+        A first token proves that all that was queued before it is done; what was added since is all that can be left.
+        """
+        standing = self.standing
+        standing.in_flight -= 1
+        standing.in_flight_tokens -= self.tokens
+        if first_token_at_s is None:
+            standing.busy_until_s -= self.work_s
+        else:
+            left_s = standing.reserved_s - self.reserved_s
+            standing.busy_until_s = min(standing.busy_until_s, first_token_at_s + left_s)
+
+
+class Fleet:
+    """Reserve at the choice, release at the outcome; in between the work drains at the node's prefill rate."""
+
+    def __init__(self, rate: PrefillRate, *, limits: LoadLimits, price_weight: float) -> None:
+        self.rate = rate
+        self.limits = limits
+        self.price_weight = price_weight
+        self._standings: dict[NodeId, _Standing] = {}
+        self._work = Decayed(WINDOW_S)
+        self._own = Decayed(WINDOW_S)
+        self._own_count = Decayed(WINDOW_S)
+        self._capacity = 0.0
+
+    def __len__(self) -> int:
+        return len(self._standings)
+
+    def replace(self, nodes: Iterable[Node]) -> Changes:
+        """Make `nodes` the fleet. The same id and address keep their state; another address is a new node."""
+        wanted = {node.id: node for node in nodes}
+        removed, added = [], []
+        for node_id, standing in list(self._standings.items()):
+            new = wanted.get(node_id)
+            if new is None or new.address != standing.node.address:
+                removed.append(standing.node)
+                del self._standings[node_id]
+            else:
+                standing.node = new
+        for node in wanted.values():
+            if node.id not in self._standings:
+                self._standings[node.id] = _Standing(node)
+                added.append(node)
+        self._standings = dict(sorted(self._standings.items()))
+        self._capacity = sum(standing.node.weight for standing in self._standings.values())
+        return Changes(tuple(added), tuple(removed))
+
+    def nodes(self) -> tuple[Node, ...]:
+        """In id order."""
+        return tuple(standing.node for standing in self._standings.values())
+
+    def observe(self, node: NodeId, sample: LoadSample) -> bool:
+        """Take a scrape; True when it shows that the engine was restarted since the last one."""
+        standing = self._standings.get(node)
+        if standing is None:
+            return False
+        before, standing.sample = standing.sample, sample
+        return (
+            before is not None
+            and before.started_at_s is not None
+            and sample.started_at_s is not None
+            and before.started_at_s != sample.started_at_s
+        )
+
+    def candidates(
+        self, matched: Mapping[NodeId, int], *, block_tokens: int, prompt_tokens: int, now: float
+    ) -> tuple[Candidate, ...]:
+        """A snapshot in id order; `matched` in blocks, absent is 0. At least one token is always left to compute."""
+        rate, limits = self.rate.tokens_per_s, self.limits
+        most = max(prompt_tokens - 1, 0)
+        mean_own_s = self._mean_own_s(now)
+        found = []
+        for node_id, standing in self._standings.items():
+            hit = min(matched.get(node_id, 0) * block_tokens, most)
+            node, wait_s = standing.node, standing.busy_until_s - now
+            uncached = prompt_tokens - hit
+            kv_usage, age, saturated = 0.0, math.inf, False
+            sample = standing.sample
+            if sample is not None:
+                age = now - sample.at_s
+                if age <= limits.stale_after_s:
+                    waiting = sample.waiting or 0
+                    kv_usage = sample.kv_usage or 0.0
+                    saturated = waiting >= limits.max_waiting or kv_usage >= limits.max_kv_usage
+                    if waiting:  # more than we know of, when others send there too
+                        wait_s = max(wait_s, waiting * mean_own_s / node.weight - age)
+            found.append(
+                Candidate(
+                    node,
+                    hit,
+                    uncached,
+                    wait_s if wait_s > 0.0 else 0.0,
+                    uncached / (rate * node.weight),
+                    standing.in_flight,
+                    standing.work.value(now=now),
+                    kv_usage,
+                    age,
+                    saturated,
+                )
+            )
+        return tuple(found)
+
+    def _mean_own_s(self, now: float) -> float:
+        """Mean prefill of a request in the last minute, on a node of weight 1."""
+        count = self._own_count.value(now=now)
+        return self._own.value(now=now) / count if count > 1e-9 else 0.0
+
+    def price(self, *, now: float) -> float:
+        """See cost.price."""
+        return price(self._work.value(now=now), window_s=WINDOW_S, capacity=self._capacity, weight=self.price_weight)
+
+    def idle(self, node: NodeId, *, now: float) -> bool:
+        """Nothing of ours is in flight or still to be prefilled there, and its last sample shows nothing either."""
+        standing = self._standings[node]
+        sample = standing.sample
+        quiet = sample is None or not (sample.waiting or sample.running)
+        return quiet and not standing.in_flight and standing.busy_until_s <= now
+
+    def reserve(self, node: NodeId, tokens: int, *, now: float) -> Reservation:
+        """Put `tokens` of uncached work on `node`."""
+        standing = self._standings[node]
+        work_s = tokens / (self.rate.tokens_per_s * standing.node.weight)
+        standing.busy_until_s = max(standing.busy_until_s, now) + work_s
+        standing.reserved_s += work_s
+        standing.in_flight += 1
+        standing.in_flight_tokens += tokens
+        standing.work.add(work_s, now=now)
+        own_s = work_s * standing.node.weight
+        self._work.add(own_s, now=now)
+        self._own.add(own_s, now=now)
+        self._own_count.add(1.0, now=now)
+        return Reservation(standing, tokens, work_s, standing.reserved_s)
+
+    def in_flight(self) -> dict[NodeId, tuple[int, int]]:
+        """Requests and uncached tokens sent to each node and not settled."""
+        return {node: (each.in_flight, each.in_flight_tokens) for node, each in self._standings.items()}
+
+    def work_s(self, *, now: float) -> dict[NodeId, float]:
+        """Uncached work sent to each node in the last minute (decayed), in seconds of its prefill."""
+        return {node: each.work.value(now=now) for node, each in self._standings.items()}
+
+    def samples(self) -> dict[NodeId, LoadSample | None]:
+        """The last sample of each node."""
+        return {node: each.sample for node, each in self._standings.items()}

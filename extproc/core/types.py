@@ -1,0 +1,192 @@
+"""The vocabulary of the core: what a node, a request, a candidate, a decision and an outcome are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol, TypeAlias
+
+NodeId: TypeAlias = str
+Chain: TypeAlias = bytes
+"""Chained block hashes, HASH_BYTES each: block i's hash stands for blocks 0..i, so equal hash means equal prefix."""
+
+HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One cache that the router may choose. `address` is ip:port, `cluster` what Envoy calls it."""
+
+    id: NodeId
+    address: str
+    cluster: str
+    weight: float = 1.0
+    """Relative prefill speed, > 0; 1.0 is the pool's `prefill_tokens_per_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """What the router knows of one request: its prompt as block hashes, and how long it is."""
+
+    model: str
+    """The pool that serves it (not necessarily the name that the client wrote)."""
+    prompt_tokens: int
+    """Tokens of work the prompt may cost; 0 when the prompt is unknown and its size as well."""
+    chain: Chain = b""
+    """Full blocks only. Empty: nothing to match, the request is routed to the least predicted wait."""
+    cut_chain: Chain | None = None
+    """Not None: the head was cut. Then this key (of cut heads only) is matched as well, and it alone is recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSample:
+    """One scrape of a node. None: the engine does not say."""
+
+    at_s: float
+    waiting: int | None = None
+    running: int | None = None
+    kv_usage: float | None = None
+    """Share of the KV cache that running requests hold, in [0, 1]."""
+    cache_tokens: int | None = None
+    """How many tokens the node's prefix cache can hold (block size times block count)."""
+    started_at_s: float | None = None
+    """The engine's own start time, wall clock: a change means that its cache is void."""
+
+
+class Candidate(NamedTuple):
+    """A node as it stands for one request; a snapshot, later changes do not show in it. Seconds unless named."""
+
+    node: Node
+    matched_tokens: int
+    uncached_tokens: int
+    wait_s: float
+    """Predicted time until the node would start on this request."""
+    prefill_s: float
+    """Predicted prefill of the uncached tokens."""
+    in_flight: int
+    recent_work_s: float
+    """Uncached work sent there lately (exponentially decayed), in seconds of its prefill."""
+    kv_usage: float
+    """0.0 where the engine does not say."""
+    sample_age_s: float
+    """Infinity where there is no sample."""
+    saturated: bool
+
+
+class Reason(StrEnum):
+    """Why a node was chosen."""
+
+    LOCALITY = "locality"
+    """It holds as much of the prompt as any other."""
+    HEADROOM = "headroom"
+    """Another node holds more, but was too busy or not worth it."""
+    COLD = "cold"
+    """No node holds a block of it."""
+    FALLBACK = "fallback"
+    """Nothing to match: least predicted wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The chosen candidate, the next best ones in order, and why."""
+
+    ranked: tuple[Candidate, ...]
+    """At least one: the choice, then where a retry should go."""
+    reason: Reason
+    best_matched_tokens: int
+    """The most that any node holds."""
+    price: float
+    """Factor on own prefill: what extra work costs the requests that come after (1.0: an idle fleet)."""
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.ranked[0]
+
+    @property
+    def node(self) -> Node:
+        return self.ranked[0].node
+
+
+class Stored(NamedTuple):
+    """What one request added to a node's prefix map: enough to take it back."""
+
+    chain: Chain
+    from_block: int
+    """Blocks before it were there already."""
+    stamp: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One routed request, from the decision until its outcome is known."""
+
+    id: str
+    request: InferenceRequest
+    decision: Decision
+    stored: Stored
+    routed_at_s: float
+    idle: bool
+    """The node had nothing to do when this was sent: its TTFT tells the prefill rate."""
+
+    @property
+    def locality(self) -> float:
+        """Share of the prompt that the chosen node is believed to hold, in [0, 1]; 0.0 when the prompt is unknown."""
+        return self.decision.ranked[0].matched_tokens / max(self.request.prompt_tokens, 1)
+
+
+class Refusal(StrEnum):
+    """Why the router has no node to offer."""
+
+    UNKNOWN_MODEL = "unknown_model"
+    NO_NODE = "no_node"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """No node: the request goes on to Envoy's fallback route, or is answered 503, as configured."""
+
+    refusal: Refusal
+
+
+class End(StrEnum):
+    """How a routed request ended."""
+
+    SERVED = "served"
+    """The node answered: teaches latency."""
+    FAILED = "failed"
+    """The node did not, or answered 5xx: teaches health."""
+    CUT = "cut"
+    """The client went away: teaches nothing."""
+    LOST = "lost"
+    """No access log came within the time limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the access log says of one routed request. None: not measured."""
+
+    end: End
+    served_by: str | None = None
+    """ip:port of the upstream that answered, when one did."""
+    answered: bool = False
+    """The first byte of an answer's body was seen, so the prompt was computed."""
+    client_ttft_s: float | None = None
+    engine_ttft_s: float | None = None
+    """From the last byte sent upstream to the first body byte; streaming answers only."""
+    total_s: float | None = None
+    attempts: int = 1
+
+
+class Settled(NamedTuple):
+    """A ticket with its outcome; what telemetry is told."""
+
+    ticket: Ticket
+    outcome: Outcome
+    retried_elsewhere: bool
+
+
+class Policy(Protocol):
+    """Chooses among at least one candidate; pure, never raises. `price`: see Decision."""
+
+    def __call__(self, request: InferenceRequest, candidates: Sequence[Candidate], *, price: float) -> Decision: ...

@@ -1,0 +1,1 @@
+"""The laboratory: the simulated node, the load generator, the demo and the benchmarks."""

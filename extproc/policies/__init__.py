@@ -1,0 +1,1 @@
+"""Policies: pure functions that choose a node from candidates."""

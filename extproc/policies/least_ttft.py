@@ -1,0 +1,63 @@
+"""The default policy: the least predicted time to first token, with own work priced by the fleet's utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from extproc.core.types import Candidate, Decision, InferenceRequest, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class LeastTtft:
+    """cost = wait_s + price * prefill_s, among the nodes inside the load envelope.
+
+    The envelope leaves out a node whose predicted wait exceeds `load_bound` times the fleet's mean by more than
+    `load_slack_s`, and one that is saturated, while another is inside. Costs within `margin_s` plus `margin_ratio` of
+    the least count as equal: then the node with more headroom wins (shorter wait, fewer requests in flight, less
+    recent work, lower KV usage), and the fresher sample last.
+    """
+
+    load_bound: float = 1.25
+    load_slack_s: float = 0.5
+    margin_s: float = 0.005
+    margin_ratio: float = 0.02
+    fallbacks: int = 2
+
+    def __call__(self, request: InferenceRequest, candidates: Sequence[Candidate], *, price: float) -> Decision:
+        limit_s = self.load_bound * sum([each.wait_s for each in candidates]) / len(candidates) + self.load_slack_s
+        inside = [each for each in candidates if each.wait_s <= limit_s and not each.saturated]
+        if not inside:
+            inside = [each for each in candidates if not each.saturated] or list(candidates)
+        costs = [each.wait_s + price * each.prefill_s for each in inside]
+        least = min(costs)
+        bound = least + self.margin_s + self.margin_ratio * least
+        chosen = min([each for each, cost in zip(inside, costs, strict=True) if cost <= bound], key=_headroom)
+        best_matched = max([each.matched_tokens for each in candidates])
+        if not request.chain:
+            reason = Reason.FALLBACK
+        elif not best_matched:
+            reason = Reason.COLD
+        else:
+            reason = Reason.LOCALITY if chosen.matched_tokens == best_matched else Reason.HEADROOM
+        return Decision((chosen, *self._next_best(inside, costs, chosen, candidates)), reason, best_matched, price)
+
+    def _next_best(
+        self, inside: list[Candidate], costs: list[float], chosen: Candidate, candidates: Sequence[Candidate]
+    ) -> list[Candidate]:
+        cheapest = sorted(range(len(inside)), key=costs.__getitem__)[: self.fallbacks + 1]
+        found = [inside[i] for i in cheapest if inside[i] is not chosen]
+        if len(found) < self.fallbacks:
+            outside = [each for each in candidates if each is not chosen and each not in found]
+            found += sorted(outside, key=lambda each: each.wait_s)
+        return found[: self.fallbacks]
+
+
+def _headroom(candidate: Candidate) -> tuple[float, float, float, float, float]:
+    return (
+        candidate.wait_s,
+        candidate.in_flight,
+        candidate.recent_work_s,
+        candidate.kv_usage,
+        candidate.sample_age_s,
+    )

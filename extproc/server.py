@@ -1,0 +1,386 @@
+"""grpc.aio: ext_proc, the access-log service and health; one Exchange per stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import grpc
+import msgspec
+from cachetools import TTLCache
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from xxhash import xxh3_64_intdigest
+
+from extproc.core.blocks import TOKEN_BYTES, BlockHasher
+from extproc.core.router import Router
+from extproc.core.types import Chain, InferenceRequest, Refusal, Rejection, Settled, Ticket
+from extproc.wire import access_log, messages
+from extproc.wire.envoy_pb2 import (
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamAccessLogsMessage,
+    StreamAccessLogsResponse,
+)
+from extproc.wire.exchange import BodyMode, Exchange, ProtocolError, Step
+from extproc.wire.requests import read, reader_of
+from extproc.wire.requests.content import Content, NoContent
+
+log = logging.getLogger(__name__)
+
+EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
+
+_SLICE_BLOCKS = 4096
+"""Hashed at a time, 0.6 ms; then the loop gets a turn and the decision deadline is looked at."""
+
+
+class Cause(StrEnum):
+    """Why a request was passed on to Envoy's fallback route, or a stream ended without a reply."""
+
+    UNKNOWN_PATH = "unknown_path"
+    EMPTY_BODY = "empty_body"
+    INVALID_BODY = "invalid_body"
+    NO_MODEL = "no_model"
+    UNKNOWN_MODEL = "unknown_model"
+    NO_NODE = "no_node"
+    ERROR = "error"
+    PROTOCOL = "protocol"
+    CLIENT_GONE = "client_gone"
+
+
+class Cut(StrEnum):
+    """Why a decision was made on less than the whole prompt."""
+
+    HEAD_BYTES = "head_bytes"
+    COLLECTION_DEADLINE = "collection_deadline"
+    DECISION_DEADLINE = "decision_deadline"
+    NO_ROOM = "no_room"
+    """All heads together reached `max_held_bytes`: decided on the headers."""
+
+
+@dataclass(slots=True)
+class Phases:
+    """When the steps of one decision ended, on the router's clock; and what cut it short."""
+
+    collected_s: float = 0.0
+    parsed_s: float = 0.0
+    hashed_s: float = 0.0
+    routed_s: float = 0.0
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the server needs of the configuration; replaced whole on reload."""
+
+    head_bytes: int
+    max_held_bytes: int
+    collect_gap_s: float
+    collect_total_s: float
+    decide_s: float
+    decide_s_per_16_kib: float
+    cluster_header: str
+    destination_header: str
+    set_cluster: bool
+    set_destination: bool
+    reject_when_empty: bool
+    pool_of: Mapping[str, str]
+    """Model name or alias to pool; "*" takes every other name."""
+    salt: int
+
+
+class Observer(Protocol):
+    """What the server tells telemetry. Every method is called on the loop and must be quick."""
+
+    def routed(self, ticket: Ticket, exchange: Exchange, phases: Phases, metadata: Callable[[], Any]) -> None: ...
+    def passed(self, cause: Cause) -> None: ...
+    def settled(self, settled: Settled) -> None: ...
+    def unknown_ticket(self) -> None: ...
+
+
+class _Pass(Exception):
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.value)
+        self.cause = cause
+
+
+class ExtProc:
+    """Both Envoy services. `clock` is the router's clock, in seconds."""
+
+    def __init__(self, router: Router, settings: Settings, observer: Observer, clock: Callable[[], float]) -> None:
+        self.router = router
+        self.settings = settings
+        self.held_bytes = 0
+        """All heads in hand."""
+        self.streams = 0
+        """Exchanges in hand."""
+        self._observer = observer
+        self._clock = clock
+        self._logged: TTLCache[str, None] = TTLCache(256, 60.0, timer=clock)
+
+    async def process(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        """One exchange: collect, decide, reply once, close. What goes wrong leaves the request to the fallback route."""
+        exchange = Exchange(head_bytes=self.settings.head_bytes)
+        phases = Phases()
+        self.streams += 1
+        try:
+            if not await self._collect(exchange, phases, context):
+                self._observer.passed(Cause.CLIENT_GONE)
+                return
+            phases.collected_s = self._clock()
+            reply = await self._reply(exchange, phases, context)
+            await context.write(reply)
+            if exchange.mode is BodyMode.DUPLEX and not reply.HasField("immediate_response"):
+                await self._hand_back(exchange, context)
+        except ProtocolError as error:
+            self._observer.passed(Cause.PROTOCOL)
+            self._log_once("exchange ended: %s", str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self.streams -= 1
+            self.held_bytes -= exchange.held
+
+    async def _collect(self, exchange: Exchange, phases: Phases, context: grpc.aio.ServicerContext) -> bool:
+        """Read until there is enough to decide on, or time or room for it is used up. False: the client left."""
+        settings, clock = self.settings, self._clock
+        message = await context.read()
+        if message is grpc.aio.EOF:
+            return False
+        step = exchange.receive(message)
+        if step is Step.DECIDE:
+            return True
+        # BUFFERED: Envoy waits for the headers' reply, and for no other before the body is whole, however long it takes
+        patient = step is Step.CONTINUE
+        if patient:
+            await context.write(messages.continue_headers())
+        loop = asyncio.get_running_loop()
+        until = clock() + settings.collect_total_s
+        try:
+            async with asyncio.timeout(None if patient else settings.collect_gap_s) as timer:
+                while step is not Step.DECIDE:
+                    message = await context.read()
+                    if message is grpc.aio.EOF:
+                        return False
+                    before = exchange.held
+                    step = exchange.receive(message)
+                    self.held_bytes += exchange.held - before
+                    if self.held_bytes > settings.max_held_bytes:
+                        phases.cut = Cut.NO_ROOM
+                        if not patient:
+                            break
+                    if patient or step is Step.DECIDE:
+                        continue
+                    timer.reschedule(loop.time() + min(settings.collect_gap_s, until - clock()))
+        except TimeoutError:
+            phases.cut = Cut.COLLECTION_DEADLINE
+        if step is not Step.DECIDE:
+            exchange.cut()
+        return True
+
+    async def _reply(self, exchange: Exchange, phases: Phases, context: grpc.aio.ServicerContext) -> ProcessingResponse:
+        settings = self.settings
+        in_body = exchange.mode is BodyMode.BUFFERED and exchange.has_body
+        try:
+            routed = await self._decide(exchange, phases)
+        except _Pass as passed:
+            self._observer.passed(passed.cause)
+            return messages.pass_on(remove=(settings.cluster_header, settings.destination_header), in_body=in_body)
+        except Exception as error:  # a bug of ours must not become the user's
+            self._observer.passed(Cause.ERROR)
+            # the message may quote the prompt: the place and the kind are enough
+            place = traceback.format_tb(error.__traceback__)[-1].strip()
+            self._log_once("request passed on: %s at %s", type(error).__name__, place)
+            return messages.pass_on(remove=(settings.cluster_header, settings.destination_header), in_body=in_body)
+        if isinstance(routed, Rejection):
+            self._observer.passed(Cause.NO_NODE)
+            return messages.reject(503, _NO_NODE, retry_after_s=1)
+        phases.routed_s = self._clock()
+        self._observer.routed(routed, exchange, phases, context.invocation_metadata)
+        return self._route_to(routed, in_body=in_body)
+
+    def _route_to(self, ticket: Ticket, *, in_body: bool) -> ProcessingResponse:
+        settings, decision = self.settings, ticket.decision
+        headers, remove = {}, []
+        if settings.set_cluster:
+            headers[settings.cluster_header] = decision.node.cluster
+        else:
+            remove.append(settings.cluster_header)
+        if settings.set_destination:
+            headers[settings.destination_header] = ",".join([each.node.address for each in decision.ranked])
+        else:
+            remove.append(settings.destination_header)
+        metadata: dict[str, str | float] = {
+            "ticket": ticket.id,
+            "locality": ticket.locality,
+            "node": decision.node.id,
+            "reason": decision.reason.value,
+        }
+        return messages.route_to(headers, remove=remove, metadata=metadata, in_body=in_body)
+
+    async def _decide(self, exchange: Exchange, phases: Phases) -> Ticket | Rejection:
+        settings = self.settings
+        reader = reader_of(exchange.headers.get(":path", ""))
+        if reader is None:
+            raise _Pass(Cause.UNKNOWN_PATH)
+        content = None
+        if phases.cut is not Cut.NO_ROOM:
+            head, cut = exchange.head(), exchange.cut_short
+            if not head and not cut:
+                raise _Pass(Cause.EMPTY_BODY)
+            if cut and phases.cut is None:
+                phases.cut = Cut.HEAD_BYTES
+            try:
+                content = read(reader, head, cut=cut)
+            except NoContent as error:
+                if not cut:
+                    raise _Pass(Cause.INVALID_BODY) from error
+        phases.parsed_s = self._clock()
+        pool, key = self._pool(None if content is None else content.model)
+        if content is None:
+            chain, cut_chain, tokens = b"", None, _declared_bytes(exchange) // TOKEN_BYTES
+        else:
+            chain, cut_chain = await self._chains(content, pool, key, phases)
+            tokens = (len(content.data) + content.extra_bytes) // TOKEN_BYTES
+            if cut_chain is not None:
+                tokens = max(tokens, _declared_bytes(exchange) // TOKEN_BYTES)
+        phases.hashed_s = now = self._clock()
+        routed = self.router.route(InferenceRequest(pool, tokens, chain, cut_chain), now=now)
+        if isinstance(routed, Rejection) and not (settings.reject_when_empty and routed.refusal is Refusal.NO_NODE):
+            raise _Pass(Cause(routed.refusal.value))
+        return routed
+
+    def _pool(self, model: str | None) -> tuple[str, str]:
+        """The pool that serves `model`, and the name that keeps its blocks apart from those of others."""
+        pool_of, pools = self.settings.pool_of, self.router.pools
+        if model is not None and model in pool_of:
+            return pool_of[model], pool_of[model]
+        if "*" in pool_of:
+            pool = pool_of["*"]
+        elif len(pools) == 1:
+            pool = next(iter(pools))
+        else:
+            raise _Pass(Cause.NO_MODEL if model is None else Cause.UNKNOWN_MODEL)
+        return pool, model or pool
+
+    async def _chains(self, content: Content, pool: str, key: str, phases: Phases) -> tuple[Chain, Chain | None]:
+        """The prompt's blocks; and, of a cut head, its blocks under the key of cut heads."""
+        settings = self.settings
+        block_tokens = self.router.pools[pool].block_tokens
+        seed = xxh3_64_intdigest(f"{key}\0{content.salt}".encode("utf-8", "surrogatepass"), settings.salt)
+        until = phases.collected_s + settings.decide_s + settings.decide_s_per_16_kib * len(content.data) / 16384
+        # tools or model may lie beyond a cut: what it holds is no prefix of the whole, and gets a key space of its own
+        was_cut = phases.cut is not None
+        chains = []
+        for salt in (seed, seed ^ 1) if was_cut else (seed,):
+            hasher = BlockHasher(content.data, block_tokens=block_tokens, salt=salt)
+            while not hasher.advance(_SLICE_BLOCKS):
+                await asyncio.sleep(0)
+                if self._clock() >= until:
+                    phases.cut = Cut.DECISION_DEADLINE
+                    break
+            chains.append(hasher.chain)
+        return chains[0], chains[1] if was_cut else None
+
+    async def _hand_back(self, exchange: Exchange, context: grpc.aio.ServicerContext) -> None:
+        """FULL_DUPLEX_STREAMED: what was collected, then each message as it comes, until the request ends."""
+        self.held_bytes -= exchange.held
+        chunks = exchange.take_body()
+        ended = exchange.complete
+        for i, chunk in enumerate(chunks):
+            last = ended and not exchange.trailers and i == len(chunks) - 1
+            for reply in messages.echo_body(chunk, end=last):
+                await context.write(reply)
+        if ended:
+            if exchange.trailers:
+                await context.write(messages.echo_trailers())
+            elif exchange.has_body and not chunks:
+                await context.write(next(messages.echo_body(b"", end=True)))
+            return
+        while (message := await context.read()) is not grpc.aio.EOF:
+            exchange.receive(message)
+            for reply in messages.echo(message):
+                await context.write(reply)
+
+    async def stream_access_logs(self, _: object, context: grpc.aio.ServicerContext) -> StreamAccessLogsResponse:
+        """Settle the ticket of each finished request."""
+        while (message := await context.read()) is not grpc.aio.EOF:
+            now = self._clock()
+            for ticket_id, outcome in access_log.outcomes(message):
+                settled = self.router.settle(ticket_id, outcome, now=now)
+                if settled is None:
+                    self._observer.unknown_ticket()
+                else:
+                    self._observer.settled(settled)
+        return StreamAccessLogsResponse()
+
+    def _log_once(self, text: str, *args: str) -> None:
+        """One line a minute for each different text; the metrics count them all."""
+        line = text % args
+        if line not in self._logged:
+            self._logged[line] = None
+            log.warning("%s", line)
+
+
+_NO_NODE = msgspec.json.encode(
+    {"error": {"message": "no node is available for this model", "type": "server_error", "param": None, "code": 503}}
+)
+
+
+def _declared_bytes(exchange: Exchange) -> int:
+    """The body's length as the client declared it; what has arrived where it did not."""
+    declared = exchange.headers.get("content-length", "")
+    return max(int(declared) if declared.isdecimal() and len(declared) < 12 else 0, exchange.held)
+
+
+class Health:
+    """gRPC health for Envoy's health check and for probes."""
+
+    _SERVICES: Sequence[str] = ("", EXT_PROC, "readiness")
+
+    def __init__(self) -> None:
+        self.servicer = health.aio.HealthServicer()
+
+    async def serving(self, yes: bool) -> None:
+        """SERVING or NOT_SERVING for every service but liveness, which only says that the process answers."""
+        status = health_pb2.HealthCheckResponse.SERVING if yes else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self._SERVICES:
+            await self.servicer.set(service, status)
+        await self.servicer.set("liveness", health_pb2.HealthCheckResponse.SERVING)
+
+
+def build(
+    ext_proc: ExtProc, health_state: Health, *, listen: str, max_message_bytes: int, max_streams: int
+) -> grpc.aio.Server:
+    """The server, bound but not started; OSError when it cannot bind."""
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, and must not share the traffic
+            ("grpc.max_receive_message_length", max_message_bytes),
+        ],
+        maximum_concurrent_rpcs=max_streams,
+    )
+    process = grpc.stream_stream_rpc_method_handler(
+        ext_proc.process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+    )
+    logs = grpc.stream_unary_rpc_method_handler(
+        ext_proc.stream_access_logs, StreamAccessLogsMessage.FromString, StreamAccessLogsResponse.SerializeToString
+    )
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(EXT_PROC, {"Process": process}),
+            grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": logs}),
+        )
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(health_state.servicer, server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:  # what grpc raises here
+        raise OSError(f"cannot listen on {listen}: {error}") from error
+    if not port and not listen.startswith("unix:"):
+        raise OSError(f"cannot listen on {listen}")
+    return server

@@ -1,0 +1,1 @@
+"""I/O that feeds the core: what the nodes say of themselves."""

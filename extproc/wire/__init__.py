@@ -1,0 +1,1 @@
+"""Pure translation between Envoy, HTTP request bodies and the vocabulary of the core."""

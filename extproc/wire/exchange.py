@@ -1,0 +1,147 @@
+"""One HTTP request as one ext_proc stream: a state machine without I/O."""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+
+from extproc.wire.envoy_pb2 import HttpHeaders, ProcessingRequest, ProtocolConfiguration
+
+_Mode = ProtocolConfiguration
+
+
+class ProtocolError(ValueError):
+    """The stream breaks the protocol, or speaks a mode that we do not; it ends with this text."""
+
+
+class BodyMode(StrEnum):
+    """How Envoy sends the body."""
+
+    HEAD = "prompt-head"
+    BUFFERED = "buffered"
+    DUPLEX = "full-duplex"
+
+
+class Step(Enum):
+    """What the server has to do next."""
+
+    READ = "read the next message"
+    CONTINUE = "let the headers go on, then read (BUFFERED waits for that)"
+    DECIDE = "the head is complete: decide and reply"
+    ECHO = "hand back the message just received (FULL_DUPLEX_STREAMED, after the reply)"
+
+
+class _State(Enum):
+    START = "start"
+    COLLECT = "collect"
+    DECIDED = "decided"
+    ENDED = "ended"
+
+
+def _body_mode(config: ProtocolConfiguration) -> BodyMode:
+    mode = config.request_body_mode
+    if mode == _Mode.STREAMED and config.send_body_without_waiting_for_header_response:
+        return BodyMode.HEAD
+    if mode == _Mode.BUFFERED:
+        return BodyMode.BUFFERED
+    if mode == _Mode.FULL_DUPLEX_STREAMED:
+        return BodyMode.DUPLEX
+    raise ProtocolError(
+        f"request_body_mode {_Mode.BodySendMode.Name(mode)} is not supported: use STREAMED with "
+        "send_body_without_waiting_for_header_response, BUFFERED or FULL_DUPLEX_STREAMED"
+    )
+
+
+class Exchange:
+    """Collects headers and the head of the body until there is enough to decide on.
+
+    `receive` takes one message and says what to do; out of order is a ProtocolError. The server may stop waiting at any
+    time (`cut`), and then decides on what is there.
+    """
+
+    __slots__ = ("_chunks", "_head_bytes", "_state", "complete", "has_body", "headers", "held", "mode", "trailers")
+
+    def __init__(self, *, head_bytes: int) -> None:
+        self._head_bytes = head_bytes
+        self._state = _State.START
+        self._chunks: list[bytes] = []
+        self.held = 0
+        """Bytes of the head so far."""
+        self.complete = False
+        """The end of the body was seen."""
+        self.has_body = False
+        """The headers were not the end of the request."""
+        self.trailers = False
+        """The body ended with trailers."""
+        self.mode = BodyMode.HEAD
+        self.headers: dict[str, str] = {}
+        """Lower case names; of a name that stands there twice, the first."""
+
+    def receive(self, message: ProcessingRequest) -> Step:
+        """Take the next message of the stream."""
+        kind = message.WhichOneof("request")
+        if self._state is _State.START:
+            if kind != "request_headers":
+                raise ProtocolError(f"{kind} before request_headers")
+            return self._start(message.request_headers, message.protocol_config)
+        if self._state is _State.ENDED:
+            raise ProtocolError(f"{kind} after the end of the request")
+        if kind == "request_body":
+            body = message.request_body
+            if self._state is _State.DECIDED:
+                if body.end_of_stream:
+                    self._state = _State.ENDED
+                return Step.ECHO
+            if body.body:
+                self._chunks.append(body.body)
+                self.held += len(body.body)
+            return self._collected(end=body.end_of_stream)
+        if kind == "request_trailers":
+            if self._state is _State.DECIDED:
+                self._state = _State.ENDED
+                return Step.ECHO
+            self.trailers = True
+            return self._collected(end=True)
+        raise ProtocolError(f"unexpected {kind}")
+
+    def _start(self, headers: HttpHeaders, config: ProtocolConfiguration) -> Step:
+        self.mode = _body_mode(config)
+        for header in headers.headers.headers:
+            value = header.raw_value.decode("latin-1") if header.raw_value else header.value
+            self.headers.setdefault(header.key.lower(), value)
+        if headers.end_of_stream:
+            self.complete = True
+            self._state = _State.ENDED
+            return Step.DECIDE
+        self.has_body = True
+        self._state = _State.COLLECT
+        return Step.CONTINUE if self.mode is BodyMode.BUFFERED else Step.READ
+
+    def _collected(self, *, end: bool) -> Step:
+        if end:
+            self.complete = True
+            self._state = _State.ENDED
+            return Step.DECIDE
+        # BUFFERED has no reply to give before the whole body is there
+        if self.held >= self._head_bytes and self.mode is not BodyMode.BUFFERED:
+            self._state = _State.DECIDED
+            return Step.DECIDE
+        return Step.READ
+
+    def cut(self) -> None:
+        """Stop collecting: decide on what has arrived."""
+        self._state = _State.DECIDED
+
+    def head(self) -> bytes:
+        """The head of the body, at most `head_bytes` of it where more was buffered."""
+        joined = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        return joined if len(joined) <= self._head_bytes else joined[: self._head_bytes]
+
+    def take_body(self) -> list[bytes]:
+        """All that was collected, for FULL_DUPLEX_STREAMED to hand back; no longer held."""
+        chunks, self._chunks, self.held = self._chunks, [], 0
+        return chunks
+
+    @property
+    def cut_short(self) -> bool:
+        """Is the head not the whole body?"""
+        return not self.complete or self.held > self._head_bytes

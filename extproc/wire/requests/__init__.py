@@ -1,0 +1,43 @@
+"""Request APIs, one file each: from a path and a body to its content in canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jiter
+
+from extproc.wire.requests import openai
+from extproc.wire.requests.content import Content, NoContent
+
+Reader = Callable[[Mapping[str, Any]], Content]
+
+READERS: dict[str, Reader] = {
+    "/chat/completions": openai.chat_completions,
+    "/completions": openai.completions,
+}
+"""By the end of the path, so that prefixes do not matter; the longest comes first."""
+
+
+def reader_of(path: str) -> Reader | None:
+    """The reader for a path; query string, trailing slashes and prefixes do not matter. None: no API of ours."""
+    plain = path.partition("?")[0].rstrip("/")
+    for suffix, reader in READERS.items():
+        if plain.endswith(suffix):
+            return reader
+    return None
+
+
+def read(reader: Reader, head: bytes, *, cut: bool) -> Content:
+    """The content of a body, or of the head of one. NoContent says why there is none."""
+    try:
+        # no cache: it would keep short strings of a prompt alive after the request
+        body = jiter.from_json(head, cache_mode="none", partial_mode="trailing-strings" if cut else False)
+    except ValueError as error:
+        raise NoContent("invalid JSON") from error
+    if not isinstance(body, dict):
+        raise NoContent("the body is not an object")
+    try:
+        return reader(body)
+    except RecursionError as error:
+        raise NoContent("nested too deep") from error
