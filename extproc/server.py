@@ -124,7 +124,7 @@ class ExtProc:
         self._logged: TTLCache[str, None] = TTLCache(256, 60.0, timer=clock)
 
     async def process(self, _: object, context: grpc.aio.ServicerContext) -> None:
-        """One exchange: collect, decide, reply once, close. What goes wrong leaves the request to the fallback route."""
+        """One exchange: collect, decide, reply once, close. Whatever goes wrong, the request goes on."""
         exchange = Exchange(head_bytes=self.settings.head_bytes)
         phases = Phases()
         self.streams += 1

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -79,6 +79,7 @@ class Telemetry:
     """The observer of the server. Costs about 15 us a request with spans off."""
 
     def __init__(self, router: Router, tracer: Tracer | None) -> None:
+        disable_created_metrics()  # a line more for each counter that nobody plots
         self.registry = CollectorRegistry()
         self._router = router
         self._tracer = tracer

@@ -111,7 +111,7 @@ class PrefixMap:
         at, end = 0, len(chain)
         while at < end:
             first = chain[at : at + HASH_BYTES]
-            segment = self._index[int.from_bytes(first[:2], "little") % _SHARDS].get(first)
+            segment = self._shard(first).get(first)
             if segment is None:
                 break
             hashes = self._hashes[segment]
@@ -164,7 +164,7 @@ class PrefixMap:
         at, end = 0, len(chain)
         while at < end:
             first = chain[at : at + HASH_BYTES]
-            shard = self._index[int.from_bytes(first[:2], "little") % _SHARDS]
+            shard = self._shard(first)
             segment = shard.get(first)
             if segment is None:
                 segment = self._new(chain[at:])
@@ -197,7 +197,7 @@ class PrefixMap:
         chain, at = stored.chain, 0
         while at < len(chain):
             first = chain[at : at + HASH_BYTES]
-            segment = self._index[int.from_bytes(first[:2], "little") % _SHARDS].get(first)
+            segment = self._shard(first).get(first)
             if segment is None:
                 break
             blocks = len(self._hashes[segment]) // HASH_BYTES
@@ -207,6 +207,10 @@ class PrefixMap:
             at += blocks * HASH_BYTES
 
     # ---- segments ----
+
+    def _shard(self, first: bytes) -> dict[bytes, int]:
+        """Where a hash is indexed."""
+        return self._index[(first[0] << 8 | first[1]) % _SHARDS]
 
     def _new(self, hashes: bytes) -> int:
         if self._free:
@@ -228,8 +232,8 @@ class PrefixMap:
         cut = blocks * HASH_BYTES
         head = self._new(hashes[:cut])
         tail_first = hashes[cut : cut + HASH_BYTES]
-        self._index[int.from_bytes(hashes[:2], "little") % _SHARDS][hashes[:HASH_BYTES]] = head
-        self._index[int.from_bytes(tail_first[:2], "little") % _SHARDS][tail_first] = segment
+        self._shard(hashes)[hashes[:HASH_BYTES]] = head
+        self._shard(tail_first)[tail_first] = segment
         self._hashes[segment] = hashes[cut:]
         full, partial = self._full[segment], self._partial[segment]
         self._full[head] = full
@@ -256,6 +260,7 @@ class PrefixMap:
                 order.move_to_end(above)
             if not self._held_bit(bit, segment):
                 del order[segment]
+        self._forget_unheld(segment)
         return head
 
     def _held_bit(self, bit: int, segment: int) -> int:
@@ -299,9 +304,12 @@ class PrefixMap:
         self._full[segment] &= ~holding.bit
         self._forget_partial(holding.bit, segment)
         del holding.order[segment]
+        self._forget_unheld(segment)
+
+    def _forget_unheld(self, segment: int) -> None:
         if not self._full[segment] and self._partial[segment] is None:
             first = self._hashes[segment][:HASH_BYTES]
-            del self._index[int.from_bytes(first[:2], "little") % _SHARDS][first]
+            del self._shard(first)[first]
             self._hashes[segment] = b""
             self._free.append(segment)
 

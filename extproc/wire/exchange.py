@@ -45,8 +45,9 @@ def _body_mode(config: ProtocolConfiguration) -> BodyMode:
         return BodyMode.BUFFERED
     if mode == _Mode.FULL_DUPLEX_STREAMED:
         return BodyMode.DUPLEX
+    known = _Mode.BodySendMode.DESCRIPTOR.values_by_number.get(mode)
     raise ProtocolError(
-        f"request_body_mode {_Mode.BodySendMode.Name(mode)} is not supported: use STREAMED with "
+        f"request_body_mode {mode if known is None else known.name} is not supported: use STREAMED with "
         "send_body_without_waiting_for_header_response, BUFFERED or FULL_DUPLEX_STREAMED"
     )
 
@@ -78,7 +79,7 @@ class Exchange:
 
     def receive(self, message: ProcessingRequest) -> Step:
         """Take the next message of the stream."""
-        kind = message.WhichOneof("request")
+        kind = message.WhichOneof("request") or "an empty message"
         if self._state is _State.START:
             if kind != "request_headers":
                 raise ProtocolError(f"{kind} before request_headers")
@@ -101,7 +102,7 @@ class Exchange:
                 return Step.ECHO
             self.trailers = True
             return self._collected(end=True)
-        raise ProtocolError(f"unexpected {kind}")
+        raise ProtocolError(f"{kind} where body or trailers belong")
 
     def _start(self, headers: HttpHeaders, config: ProtocolConfiguration) -> Step:
         self.mode = _body_mode(config)
@@ -117,12 +118,12 @@ class Exchange:
         return Step.CONTINUE if self.mode is BodyMode.BUFFERED else Step.READ
 
     def _collected(self, *, end: bool) -> Step:
-        if end:
+        # BUFFERED sends the whole body as one message, which is not the end of the request where trailers follow it
+        if end or self.mode is BodyMode.BUFFERED:
             self.complete = True
             self._state = _State.ENDED
             return Step.DECIDE
-        # BUFFERED has no reply to give before the whole body is there
-        if self.held >= self._head_bytes and self.mode is not BodyMode.BUFFERED:
+        if self.held >= self._head_bytes:
             self._state = _State.DECIDED
             return Step.DECIDE
         return Step.READ

@@ -1,0 +1,65 @@
+"""Seconds: the price of extra work, decayed sums, and the learnt prefill rate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.core.cost import UTILISATION_CEILING, Decayed, PrefillRate, price
+
+
+@pytest.mark.parametrize(
+    ("work_s", "capacity", "weight", "expected"),
+    [
+        (0.0, 4.0, 2.0, 1.0),  # an idle fleet: own work costs itself
+        (120.0, 4.0, 2.0, 3.0),  # half used: rho / (1 - rho) is 1
+        (192.0, 4.0, 2.0, 9.0),  # four fifths
+        (120.0, 4.0, 0.0, 1.0),  # priced at nothing
+        (1e9, 4.0, 2.0, 1.0 + 2.0 * UTILISATION_CEILING / (1 - UTILISATION_CEILING)),
+        (1.0, 0.0, 2.0, 1.0 + 2.0 * UTILISATION_CEILING / (1 - UTILISATION_CEILING)),  # no capacity at all
+    ],
+)
+def test_the_price_grows_with_utilisation_and_has_a_ceiling(
+    work_s: float, capacity: float, weight: float, expected: float
+) -> None:
+    assert price(work_s, window_s=60.0, capacity=capacity, weight=weight) == pytest.approx(expected)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 100.0)), max_size=20))
+def test_a_decayed_sum_is_the_sum_of_its_decayed_parts(parts: list[tuple[float, float]]) -> None:
+    total, now = Decayed(60.0), 0.0
+    added = []
+    for gap, amount in parts:
+        now += gap
+        total.add(amount, now=now)
+        added.append((now, amount))
+    expected = sum(amount * math.exp((at - now - 5.0) / 60.0) for at, amount in added)
+    assert total.value(now=now + 5.0) == pytest.approx(expected)
+
+
+def test_the_rate_is_the_configured_one_until_enough_was_seen() -> None:
+    rate = PrefillRate(10_000.0)
+    for _ in range(7):
+        rate.observe(2_000, 0.1)
+    assert rate.tokens_per_s == 10_000.0
+    rate.observe(2_000, 0.1)
+    assert rate.tokens_per_s == 20_000.0
+
+
+@pytest.mark.parametrize(("ttft_s", "expected"), [(1e-6, 160_000.0), (1e6, 625.0)])
+def test_the_rate_stays_within_a_factor_of_sixteen(ttft_s: float, expected: float) -> None:
+    rate = PrefillRate(10_000.0)
+    for _ in range(20):
+        rate.observe(2_000, ttft_s)
+    assert rate.tokens_per_s == expected
+
+
+@pytest.mark.parametrize(("tokens", "ttft_s"), [(511, 0.1), (2_000, 0.0), (2_000, -1.0)])
+def test_what_tells_nothing_about_the_rate_is_left_out(tokens: int, ttft_s: float) -> None:
+    rate = PrefillRate(10_000.0)
+    for _ in range(20):
+        rate.observe(tokens, ttft_s)
+    assert rate.tokens_per_s == 10_000.0

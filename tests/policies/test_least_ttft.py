@@ -1,0 +1,135 @@
+"""The default policy's rule, as tables of fleets and what must be chosen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.core.types import Candidate, InferenceRequest, Node, Reason
+from extproc.policies.least_ttft import LeastTtft
+
+PROMPT = InferenceRequest("m", 1000, b"12345678")
+
+
+def node(
+    name: str,
+    *,
+    matched: int = 0,
+    wait_s: float = 0.0,
+    in_flight: int = 0,
+    recent: float = 0.0,
+    usage: float = 0.0,
+    age: float = 0.1,
+    saturated: bool = False,
+) -> Candidate:
+    """A node of 1,000 tokens/s for a prompt of 1,000 tokens."""
+    uncached = 1000 - matched
+    where = Node(name, f"{name}:80", name)
+    return Candidate(where, matched, uncached, wait_s, uncached / 1000.0, in_flight, recent, usage, age, saturated)
+
+
+CASES = {
+    "the longer prefix wins on an idle fleet": ([node("a", matched=500), node("b", matched=900)], 1.0, "b", "locality"),
+    "a short wait does not outweigh a long prefix": (
+        [node("a"), node("b", matched=900, wait_s=0.3)],
+        1.0,
+        "b",
+        "locality",
+    ),
+    "a wait longer than the prefill it saves does": (
+        [node("a"), node("b", matched=200, wait_s=0.4)],
+        1.0,
+        "a",
+        "headroom",
+    ),
+    "on a busy fleet saved work is worth more": ([node("a"), node("b", matched=200, wait_s=0.4)], 3.0, "b", "locality"),
+    "outside the load envelope no prefix helps": (
+        [node("a"), node("b", matched=999, wait_s=4.0), node("c")],
+        9.0,
+        "a",
+        "headroom",
+    ),
+    "the best cached node inside the envelope comes before the least loaded": (
+        [node("a"), node("b", matched=999, wait_s=4.0), node("c", matched=800, wait_s=0.2)],
+        1.0,
+        "c",
+        "headroom",
+    ),
+    "a saturated node is left out while another is not": (
+        [node("a", wait_s=0.4), node("b", matched=999, saturated=True)],
+        1.0,
+        "a",
+        "headroom",
+    ),
+    "when all are saturated the least bad is taken": (
+        [node("a", saturated=True), node("b", matched=900, saturated=True)],
+        1.0,
+        "b",
+        "locality",
+    ),
+    "no prefix anywhere: the least predicted wait": ([node("a", wait_s=0.2), node("b", wait_s=0.1)], 1.0, "b", "cold"),
+    "close on locality: fewer in flight": (
+        [node("a", matched=900, in_flight=3), node("b", matched=896, in_flight=1)],
+        1.0,
+        "b",
+        "headroom",
+    ),
+    "close, equally busy: less recent work": ([node("a", recent=3.0), node("b", recent=1.0)], 1.0, "b", "cold"),
+    "close, equally worked: lower KV usage": ([node("a", usage=0.5), node("b", usage=0.2)], 1.0, "b", "cold"),
+    "close in everything: the fresher sample": ([node("a", age=3.0), node("b", age=0.2)], 1.0, "b", "cold"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rule(case: str) -> None:
+    candidates, price, expected, reason = CASES[case]
+    decision = LeastTtft()(PROMPT, candidates, price=price)
+    assert (decision.node.id, decision.reason) == (expected, reason)
+
+
+def test_with_nothing_to_match_the_reason_is_fallback() -> None:
+    request = InferenceRequest("m", 0)
+    decision = LeastTtft()(request, [node("a", wait_s=1.0), node("b")], price=1.0)
+    assert (decision.node.id, decision.reason) == ("b", Reason.FALLBACK)
+
+
+def test_retries_go_to_the_next_best_cached_node() -> None:
+    candidates = [node("a"), node("b", matched=900), node("c", matched=800), node("d", matched=100)]
+    decision = LeastTtft(fallbacks=2)(PROMPT, candidates, price=1.0)
+    assert [each.node.id for each in decision.ranked] == ["b", "c", "d"]
+
+
+def test_nodes_outside_the_envelope_are_the_last_resort_of_a_retry() -> None:
+    candidates = [node("a", matched=900), node("b", saturated=True, wait_s=0.2), node("c", saturated=True)]
+    decision = LeastTtft(fallbacks=2)(PROMPT, candidates, price=1.0)
+    assert [each.node.id for each in decision.ranked] == ["a", "c", "b"]
+
+
+candidates_of_any_kind = st.lists(
+    st.builds(
+        node,
+        st.uuids().map(str),
+        matched=st.integers(0, 999),
+        wait_s=st.floats(0, 100),
+        in_flight=st.integers(0, 99),
+        saturated=st.booleans(),
+        age=st.floats(0, 1e9) | st.just(float("inf")),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(candidates_of_any_kind, st.floats(1, 40), st.integers(0, 5))
+def test_any_fleet_gets_a_choice_and_different_nodes_to_fall_back_to(
+    candidates: list[Candidate], price: float, fallbacks: int
+) -> None:
+    decision = LeastTtft(fallbacks=fallbacks)(PROMPT, candidates, price=price)
+    assert (
+        len({each.node.id for each in decision.ranked}) == len(decision.ranked) == min(len(candidates), fallbacks + 1)
+    )
+    assert set(decision.ranked) <= set(candidates)
+    assert decision.best_matched_tokens == max(each.matched_tokens for each in candidates)
+    if any(not each.saturated for each in candidates):
+        assert not decision.chosen.saturated
