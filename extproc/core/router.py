@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from extproc.core.fleet import Fleet, Reservation
 from extproc.core.prefix_map import PrefixMap
@@ -114,7 +115,7 @@ class Router:
     def _settle(self, ticket: Ticket, reservation: Reservation, outcome: Outcome, *, now: float) -> Settled:
         pool = self.pools.get(ticket.request.model)
         node = ticket.decision.node
-        elsewhere = outcome.served_by is not None and outcome.served_by != node.address
+        elsewhere = _elsewhere(node, outcome, pool)
         # A client that left may have left before or after the prefill: only an answer is proof that it was computed.
         computed = outcome.answered and not elsewhere
         if computed:
@@ -133,3 +134,17 @@ class Router:
         if ticket.idle and computed and outcome.end is End.SERVED and outcome.engine_ttft_s is not None:
             pool.fleet.rate.observe(ticket.decision.chosen.uncached_tokens, outcome.engine_ttft_s * node.weight)
         return Settled(ticket, outcome, elsewhere)
+
+
+def _elsewhere(node: Node, outcome: Outcome, pool: Pool | None) -> bool:
+    """Did another node answer? The access log has ip:port; one whose address is a name is recognised by exclusion."""
+    served_by = outcome.served_by
+    if served_by is None or served_by == node.address:
+        return False
+    if pool is not None and any(served_by == each.address for each in pool.fleet.nodes()):
+        return True
+    try:
+        ip_address(node.address.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return outcome.attempts > 1
+    return True

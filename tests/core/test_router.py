@@ -129,6 +129,31 @@ def test_an_answer_from_another_node_moves_the_prefix_there() -> None:
     assert (again.node.id, again.reason) == (other.id, Reason.LOCALITY)
 
 
+@pytest.mark.parametrize(
+    ("address", "served_by", "attempts", "elsewhere"),
+    [
+        ("10.0.0.0:80", "10.0.0.0:80", 1, False),
+        ("10.0.0.0:80", "10.0.0.1:80", 1, True),
+        ("10.0.0.0:80", "10.9.9.9:80", 1, True),  # a node that only Envoy knows
+        ("[fd00::1]:80", "[fd00::1]:80", 1, False),
+        ("[fd00::1]:80", "[fd00::2]:80", 1, True),
+        ("llm-0.llm:80", "10.9.9.9:80", 1, False),  # the access log has no names: its own address
+        ("llm-0.llm:80", "10.0.0.1:80", 1, True),  # that is the other node's
+        ("llm-0.llm:80", "10.9.9.9:80", 2, True),
+    ],
+)
+def test_who_answered_is_told_by_address_and_by_exclusion(
+    address: str, served_by: str, attempts: int, elsewhere: bool
+) -> None:
+    router = router_of(2)
+    router.pools["m"].replace([Node("n0", address, "n0"), nodes(2)[1]])
+    while (ticket := routed(router, prompt("a" * 40), now=1.0)).decision.node.id != "n0":
+        pass
+    settled = router.settle(ticket.id, Outcome(End.SERVED, served_by, True, 0.1, attempts=attempts), now=2.0)
+    assert settled is not None
+    assert settled.retried_elsewhere is elsewhere
+
+
 def test_without_an_access_log_the_load_is_released_after_the_time_limit() -> None:
     router = router_of(2, ttl_s=60.0)
     for i in range(3):
