@@ -8,6 +8,7 @@ import logging
 import random
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _PROBE_S = 0.01
 _WATCH_S = 1.0
+_LAST_SPANS_S = 2.0
 
 
 def _nodes(model: ModelConfig) -> list[Node]:
@@ -159,7 +161,7 @@ class App:
         if pages is not None:
             await pages.cleanup()
         if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.shutdown)
+            await _send_last_spans(self._tracing)
 
     async def _drain(self, seconds: float) -> None:
         """Let open exchanges finish. Envoy's access-log stream never ends by itself, so it is not waited for."""
@@ -237,6 +239,13 @@ class App:
         host, _, port = self.config.server.metrics_listen.rpartition(":")
         await web.TCPSite(runner, host.strip("[]"), int(port)).start()
         return runner
+
+
+async def _send_last_spans(tracing: TracerProvider) -> None:
+    """For `_LAST_SPANS_S` at most: one try at a receiver that is not there takes 10 s."""
+    sending = threading.Thread(target=tracing.shutdown, name="send the last spans", daemon=True)
+    sending.start()
+    await asyncio.to_thread(sending.join, _LAST_SPANS_S)
 
 
 async def _forever(step: Callable[[], Awaitable[None]]) -> None:

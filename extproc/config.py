@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import tomllib
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_PORT = r"(?:6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|\d{1,4})"
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-Address = Annotated[str, msgspec.Meta(pattern=r"^[^\s:/]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")]
+Address = Annotated[str, msgspec.Meta(pattern=rf"^(?:[^\s:/]+|\[[0-9a-fA-F:]+\]):{_PORT}$")]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 HeaderName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 
@@ -23,7 +26,7 @@ class ConfigError(ValueError):
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the server listens, how long it waits, and what it tells Envoy."""
 
-    listen: Annotated[str, msgspec.Meta(pattern=r"^unix:.+|^.+:\d{1,5}$")] = "127.0.0.1:9002"
+    listen: Annotated[str, msgspec.Meta(pattern=rf"^unix:.+|^.+:{_PORT}$")] = "127.0.0.1:9002"
     """ext_proc, access log and health; `host:port` or `unix:/path`."""
     metrics_listen: Address = "127.0.0.1:9090"
     """/metrics and /healthz."""
@@ -84,7 +87,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     name: Name
     address: Address
-    """ip:port of its HTTP server."""
+    """ip:port of its HTTP server, as Envoy's access log writes it."""
     cluster: Name | None = None
     """Its Envoy cluster; the name when left out."""
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
@@ -136,6 +139,8 @@ def parse(text: str) -> Config:
     for i, model in enumerate(config.models):
         _refuse_twice(f"node name in $.models[{i}]", [node.name for node in model.nodes])
         _refuse_twice(f"node address in $.models[{i}]", [node.address for node in model.nodes])
+        for j, node in enumerate(model.nodes):
+            _refuse_host_name(f"$.models[{i}].nodes[{j}].address", node.address)
     if config.server.cluster_header == config.server.destination_header:
         raise ConfigError("$.server.cluster_header and $.server.destination_header must differ")
     return config
@@ -145,9 +150,9 @@ def load(path: Path) -> Config:
     """Read `path`; ConfigError when it cannot be read or used."""
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(error)) from error
-    except ConfigError as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -157,6 +162,17 @@ def traces_wanted(config: TelemetryConfig) -> bool:
         return config.traces
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     return any(os.environ.get(name) for name in names)
+
+
+def _refuse_host_name(path: str, address: str) -> None:
+    """Envoy's access log names the node that served by its IP, in the shortest form: by no other is it known again."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        shortest = ip_address(host).compressed
+    except ValueError as error:
+        raise ConfigError(f"{host} is not an IP address - at `{path}`") from error
+    if host != shortest:
+        raise ConfigError(f"{host} has to be written as {shortest} - at `{path}`")
 
 
 def _refuse_twice(what: str, names: list[str]) -> None:

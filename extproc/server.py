@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from extproc.core.blocks import TOKEN_BYTES, BlockHasher
 from extproc.core.router import Router
-from extproc.core.types import Chain, InferenceRequest, Refusal, Rejection, Settled, Ticket
+from extproc.core.types import Chain, End, InferenceRequest, Outcome, Refusal, Rejection, Settled, Ticket
 from extproc.wire import access_log, messages
 from extproc.wire.envoy_pb2 import (
     ProcessingRequest,
@@ -109,6 +109,33 @@ class _Pass(Exception):
         self.cause = cause
 
 
+class _Messages:
+    """What Envoy says on one stream. With `keep`, a read that a deadline interrupts goes on, and the next call has its
+    message: a cancelled `context.read()` loses it, and the one after that fails."""
+
+    __slots__ = ("_context", "_pending", "keep")
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self.keep = False
+        self._context = context
+        self._pending: asyncio.Task[Any] | None = None
+
+    async def next(self) -> Any:
+        """The next message, or EOF."""
+        if not self.keep:
+            return await self._context.read()
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._context.read())
+        message = await asyncio.shield(self._pending)
+        self._pending = None
+        return message
+
+    def close(self) -> None:
+        """Nobody waits for the next message any more."""
+        if self._pending is not None:
+            self._pending.cancel()
+
+
 class ExtProc:
     """Both Envoy services. `clock` is the router's clock, in seconds."""
 
@@ -123,32 +150,55 @@ class ExtProc:
         self._clock = clock
         self._logged: TTLCache[str, None] = TTLCache(256, 60.0, timer=clock)
 
-    async def process(self, _: object, context: grpc.aio.ServicerContext) -> None:
-        """One exchange: collect, decide, reply once, close. Whatever goes wrong, the request goes on."""
+    async def process(self, _: object, context: grpc.aio.ServicerContext) -> ProcessingResponse:
+        """One exchange: collect, decide, reply once, close. Whatever goes wrong, the request goes on.
+
+        Returned is the last message, whatever was written before it: grpc sends the reply of a handler that it takes
+        for a unary one together with the end of the stream, in one step instead of two (and writes bytes as they are).
+        """
         exchange = Exchange(head_bytes=self.settings.head_bytes)
-        phases = Phases()
+        phases, messages_in = Phases(), _Messages(context)
+        ticket: Ticket | None = None
+        replied = False
         self.streams += 1
         try:
-            if not await self._collect(exchange, phases, context):
-                self._observer.passed(Cause.CLIENT_GONE)
-                return
-            phases.collected_s = self._clock()
-            reply = await self._reply(exchange, phases, context)
-            await context.write(reply)
-            if exchange.mode is BodyMode.DUPLEX and not reply.HasField("immediate_response"):
-                await self._hand_back(exchange, context)
+            last = None
+            if await self._collect(exchange, phases, messages_in, context):
+                phases.collected_s = self._clock()
+                last, ticket = await self._reply(exchange, phases, context)
+                if exchange.mode is BodyMode.DUPLEX and exchange.has_body and not last.HasField("immediate_response"):
+                    await context.write(last.SerializeToString())
+                    replied, ticket = True, None
+                    last = await self._hand_back(exchange, messages_in, context)
+            if last is None:
+                if not replied:
+                    self._observer.passed(Cause.CLIENT_GONE)
+                await context.abort(grpc.StatusCode.CANCELLED, "the request ended early")
+                raise AssertionError  # abort does not return
+            ticket = None  # from here on the access log settles it
+            return last
         except ProtocolError as error:
             self._observer.passed(Cause.PROTOCOL)
             self._log_once("exchange ended: %s", str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise AssertionError from error  # abort does not return
+        except asyncio.CancelledError:
+            if not replied and ticket is None:
+                self._observer.passed(Cause.CLIENT_GONE)
+            raise
         finally:
+            messages_in.close()
             self.streams -= 1
             self.held_bytes -= exchange.held
+            if ticket is not None:  # the reply could not be written: no access log will name this ticket
+                self._settle(ticket.id, Outcome(End.CUT), now=self._clock())
 
-    async def _collect(self, exchange: Exchange, phases: Phases, context: grpc.aio.ServicerContext) -> bool:
+    async def _collect(
+        self, exchange: Exchange, phases: Phases, messages_in: _Messages, context: grpc.aio.ServicerContext
+    ) -> bool:
         """Read until there is enough to decide on, or time or room for it is used up. False: the client left."""
         settings, clock = self.settings, self._clock
-        message = await context.read()
+        message = await messages_in.next()
         if message is grpc.aio.EOF:
             return False
         step = exchange.receive(message)
@@ -156,14 +206,15 @@ class ExtProc:
             return True
         # BUFFERED: Envoy waits for the headers' reply, and for no other before the body is whole, however long it takes
         patient = step is Step.CONTINUE
+        messages_in.keep = exchange.mode is BodyMode.DUPLEX
         if patient:
-            await context.write(messages.continue_headers())
+            await context.write(messages.continue_headers().SerializeToString())
         loop = asyncio.get_running_loop()
         until = clock() + settings.collect_total_s
         try:
             async with asyncio.timeout(None if patient else settings.collect_gap_s) as timer:
                 while step is not Step.DECIDE:
-                    message = await context.read()
+                    message = await messages_in.next()
                     if message is grpc.aio.EOF:
                         return False
                     before = exchange.held
@@ -182,26 +233,36 @@ class ExtProc:
             exchange.cut()
         return True
 
-    async def _reply(self, exchange: Exchange, phases: Phases, context: grpc.aio.ServicerContext) -> ProcessingResponse:
-        settings = self.settings
+    async def _reply(
+        self, exchange: Exchange, phases: Phases, context: grpc.aio.ServicerContext
+    ) -> tuple[ProcessingResponse, Ticket | None]:
+        """The reply, and the ticket that it carries."""
         in_body = exchange.mode is BodyMode.BUFFERED and exchange.has_body
+        if in_body and exchange.trailers:  # in place of a body: the headers have gone on, and trailers cannot route
+            self._observer.passed(Cause.EMPTY_BODY)
+            return messages.echo_trailers(), None
         try:
             routed = await self._decide(exchange, phases)
         except _Pass as passed:
             self._observer.passed(passed.cause)
-            return messages.pass_on(remove=(settings.cluster_header, settings.destination_header), in_body=in_body)
+            return self._pass_on(in_body=in_body), None
         except Exception as error:  # a bug of ours must not become the user's
             self._observer.passed(Cause.ERROR)
-            # the message may quote the prompt: the place and the kind are enough
-            place = traceback.format_tb(error.__traceback__)[-1].strip()
-            self._log_once("request passed on: %s at %s", type(error).__name__, place)
-            return messages.pass_on(remove=(settings.cluster_header, settings.destination_header), in_body=in_body)
+            self._log_bug("request passed on", error)
+            return self._pass_on(in_body=in_body), None
         if isinstance(routed, Rejection):
             self._observer.passed(Cause.NO_NODE)
-            return messages.reject(503, _NO_NODE, retry_after_s=1)
+            return messages.reject(503, _NO_NODE, retry_after_s=1), None
         phases.routed_s = self._clock()
-        self._observer.routed(routed, exchange, phases, context.invocation_metadata)
-        return self._route_to(routed, in_body=in_body)
+        try:
+            self._observer.routed(routed, exchange, phases, context.invocation_metadata)
+        except Exception as error:
+            self._log_bug("decision not counted", error)
+        return self._route_to(routed, in_body=in_body), routed
+
+    def _pass_on(self, *, in_body: bool) -> ProcessingResponse:
+        settings = self.settings
+        return messages.pass_on(remove=(settings.cluster_header, settings.destination_header), in_body=in_body)
 
     def _route_to(self, ticket: Ticket, *, in_body: bool) -> ProcessingResponse:
         settings, decision = self.settings, ticket.decision
@@ -286,37 +347,51 @@ class ExtProc:
             chains.append(hasher.chain)
         return chains[0], chains[1] if was_cut else None
 
-    async def _hand_back(self, exchange: Exchange, context: grpc.aio.ServicerContext) -> None:
-        """FULL_DUPLEX_STREAMED: what was collected, then each message as it comes, until the request ends."""
+    async def _hand_back(
+        self, exchange: Exchange, messages_in: _Messages, context: grpc.aio.ServicerContext
+    ) -> ProcessingResponse | None:
+        """FULL_DUPLEX_STREAMED: what was collected, then each message as it comes, until the request ends. Returns the
+        last reply, unwritten; None when the request has no end."""
         self.held_bytes -= exchange.held
-        chunks = exchange.take_body()
-        ended = exchange.complete
-        for i, chunk in enumerate(chunks):
-            last = ended and not exchange.trailers and i == len(chunks) - 1
-            for reply in messages.echo_body(chunk, end=last):
-                await context.write(reply)
-        if ended:
-            if exchange.trailers:
-                await context.write(messages.echo_trailers())
-            elif exchange.has_body and not chunks:
-                await context.write(next(messages.echo_body(b"", end=True)))
-            return
-        while (message := await context.read()) is not grpc.aio.EOF:
+        replies = messages.echo_collected(exchange.take_body(), exchange.complete, exchange.trailers)
+        while True:
+            reply = None
+            for following in replies:
+                if reply is not None:
+                    await context.write(reply.SerializeToString())
+                reply = following
+            if exchange.ended:
+                return reply
+            if reply is not None:
+                await context.write(reply.SerializeToString())
+            message = await messages_in.next()
+            if message is grpc.aio.EOF:
+                return None
             exchange.receive(message)
-            for reply in messages.echo(message):
-                await context.write(reply)
+            replies = messages.echo(message)
 
     async def stream_access_logs(self, _: object, context: grpc.aio.ServicerContext) -> StreamAccessLogsResponse:
         """Settle the ticket of each finished request."""
         while (message := await context.read()) is not grpc.aio.EOF:
             now = self._clock()
             for ticket_id, outcome in access_log.outcomes(message):
-                settled = self.router.settle(ticket_id, outcome, now=now)
-                if settled is None:
-                    self._observer.unknown_ticket()
-                else:
-                    self._observer.settled(settled)
+                self._settle(ticket_id, outcome, now=now)
         return StreamAccessLogsResponse()
+
+    def _settle(self, ticket_id: str, outcome: Outcome, *, now: float) -> None:
+        try:
+            settled = self.router.settle(ticket_id, outcome, now=now)
+            if settled is None:
+                self._observer.unknown_ticket()
+            else:
+                self._observer.settled(settled)
+        except Exception as error:  # the rest of the batch is not to blame
+            self._log_bug("outcome not counted", error)
+
+    def _log_bug(self, what: str, error: Exception) -> None:
+        # the message may quote the prompt: the place and the kind are enough
+        place = traceback.format_tb(error.__traceback__)[-1].strip()
+        self._log_once("%s: %s at %s", what, type(error).__name__, place)
 
     def _log_once(self, text: str, *args: str) -> None:
         """One line a minute for each different text; the metrics count them all."""
@@ -364,7 +439,7 @@ def build(
         ],
         maximum_concurrent_rpcs=max_streams,
     )
-    process = grpc.stream_stream_rpc_method_handler(
+    process = grpc.stream_unary_rpc_method_handler(  # to Envoy it is the stream it asked for: see ExtProc.process
         ext_proc.process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
     )
     logs = grpc.stream_unary_rpc_method_handler(

@@ -79,7 +79,7 @@ class Telemetry:
     """The observer of the server. Costs about 15 us a request with spans off."""
 
     def __init__(self, router: Router, tracer: Tracer | None) -> None:
-        disable_created_metrics()  # a line more for each counter that nobody plots
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a line more for each counter that nobody plots
         self.registry = CollectorRegistry()
         self._router = router
         self._tracer = tracer
@@ -268,6 +268,7 @@ class _State(Collector):
 
 def span_exporting(exporter: SpanExporter | None = None) -> TracerProvider:
     """A provider that exports in batches, over OTLP as the OTEL_* environment says unless told otherwise."""
-    provider = TracerProvider(resource=Resource.create({"service.name": "kvaffinity"}))
+    # shut down by the application, which does not wait for ever as the one at exit would
+    provider = TracerProvider(resource=Resource.create({"service.name": "kvaffinity"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
     return provider

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from extproc.core.types import LoadSample
 
 _VLLM = re.compile(
     rb"^(vllm:num_requests_waiting|vllm:num_requests_running|vllm:kv_cache_usage_perc|vllm:gpu_cache_usage_perc"
-    rb"|vllm:cache_config_info|process_start_time_seconds)(\{[^\n]*\})? ([^\s]+)$",
+    rb"|vllm:cache_config_info|process_start_time_seconds)(\{[^\n]*\})? (\S+)(?: -?\d+)?\r?$",
     re.MULTILINE,
 )
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d+)"')
@@ -29,9 +30,11 @@ def vllm(page: bytes, *, at_s: float) -> LoadSample:
                 cache_tokens = max(int(blocks[1]) - 1, 0) * int(size[1])
             continue
         try:
-            found.setdefault(name, []).append(float(value))
+            number = float(value)
         except ValueError:
             continue
+        if math.isfinite(number):
+            found.setdefault(name, []).append(number)
     waiting = found.get(b"vllm:num_requests_waiting")
     running = found.get(b"vllm:num_requests_running")
     usage = found.get(b"vllm:kv_cache_usage_perc") or found.get(b"vllm:gpu_cache_usage_perc")

@@ -37,11 +37,12 @@ class Scraper:
         self._clock = clock
         self._rng = rng
         self._session: aiohttp.ClientSession | None = None
-        self._tasks: dict[tuple[str, Node], asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[int, Node], asyncio.Task[None]] = {}
+        """By the identity of the pool, which its task keeps alive: one made anew under the old name is another."""
 
     def replace(self, pools: Mapping[str, Pool]) -> None:
         """Scrape the nodes of `pools` and no others. Call it on the loop."""
-        wanted = {(name, node): pool for name, pool in pools.items() for node in pool.fleet.nodes()}
+        wanted = {(id(pool), node): pool for pool in pools.values() for node in pool.fleet.nodes()}
         for key in self._tasks.keys() - wanted.keys():
             self._tasks.pop(key).cancel()
         for key, pool in wanted.items():
@@ -82,4 +83,9 @@ class Scraper:
         timeout = aiohttp.ClientTimeout(total=self.settings.timeout_s)
         async with self._session.get(f"http://{node.address}{self.settings.path}", timeout=timeout) as answer:
             answer.raise_for_status()
-            return await answer.content.read(_MAX_PAGE_BYTES)
+            page = bytearray()
+            async for piece in answer.content.iter_any():
+                page += piece
+                if len(page) > _MAX_PAGE_BYTES:
+                    raise aiohttp.ClientPayloadError("the page is too large")
+            return bytes(page)

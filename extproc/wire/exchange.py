@@ -128,6 +128,11 @@ class Exchange:
             return Step.DECIDE
         return Step.READ
 
+    @property
+    def ended(self) -> bool:
+        """The last message of the request was received."""
+        return self._state is _State.ENDED
+
     def cut(self) -> None:
         """Stop collecting: decide on what has arrived."""
         self._state = _State.DECIDED

@@ -84,6 +84,18 @@ def echo_body(body: bytes, *, end: bool) -> Iterator[ProcessingResponse]:
         yield response
 
 
+def echo_collected(chunks: Sequence[bytes], complete: bool, trailers: bool) -> Iterator[ProcessingResponse]:
+    """FULL_DUPLEX_STREAMED: hand back what was collected before the decision. `complete`: the body ended, and with
+    `trailers` if so."""
+    ends = complete and not trailers
+    for chunk in chunks[:-1]:
+        yield from echo_body(chunk, end=False)
+    if chunks or ends:
+        yield from echo_body(chunks[-1] if chunks else b"", end=ends)
+    if complete and trailers:
+        yield echo_trailers()
+
+
 def echo_trailers() -> ProcessingResponse:
     """FULL_DUPLEX_STREAMED: let the trailers go on."""
     response = ProcessingResponse()

@@ -33,6 +33,9 @@ def read(reader: Reader, head: bytes, *, cut: bool) -> Content:
     try:
         # no cache: it would keep short strings of a prompt alive after the request
         body = jiter.from_json(head, cache_mode="none", partial_mode="trailing-strings" if cut else False)
+        if cut and isinstance(body, dict) and next(reversed(body), None) == "model":
+            # a name cut in the middle may be another's name: without unfinished strings it is whole or not there
+            body = jiter.from_json(head, cache_mode="none", partial_mode="on")
     except ValueError as error:
         raise NoContent("invalid JSON") from error
     if not isinstance(body, dict):
