@@ -85,6 +85,7 @@ def settings_of(config: Config, *, salt: int) -> Settings:
         destination_header=server.destination_header,
         set_cluster=server.destination in ("cluster-header", "both"),
         set_destination=server.destination in ("override-host", "both"),
+        retry_on=server.retry_on,
         reject_when_empty=server.when_empty == "reject",
         pool_of={name: model.name for model in config.models for name in (model.name, *model.aliases)},
         salt=salt,

@@ -50,6 +50,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     destination: Literal["cluster-header", "override-host", "both"] = "cluster-header"
     cluster_header: HeaderName = "x-upstream-cluster"
     destination_header: HeaderName = "x-gateway-destination-endpoint"
+    retry_on: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9,-]*$")] = (
+        "connect-failure,refused-stream,reset-before-request,reset"
+    )
+    """When Envoy repeats a request that it can repeat whole (`x-envoy-retry-on`); "" takes the header away only."""
     when_empty: Literal["fallback", "reject"] = "fallback"
     """No node in the pool: pass on to Envoy's fallback route, or answer 503."""
     ticket_ttl_s: Seconds = 600.0

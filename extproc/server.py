@@ -88,6 +88,8 @@ class Settings:
     destination_header: str
     set_cluster: bool
     set_destination: bool
+    retry_on: str
+    """Envoy's retry conditions for a request that it can repeat whole; empty: leave retries alone."""
     reject_when_empty: bool
     pool_of: Mapping[str, str]
     """Model name or alias to pool; "*" takes every other name."""
@@ -245,11 +247,11 @@ class ExtProc:
             routed = await self._decide(exchange, phases)
         except _Pass as passed:
             self._observer.passed(passed.cause)
-            return self._pass_on(in_body=in_body), None
+            return self._pass_on(exchange, in_body=in_body), None
         except Exception as error:  # a bug of ours must not become the user's
             self._observer.passed(Cause.ERROR)
             self._log_bug("request passed on", error)
-            return self._pass_on(in_body=in_body), None
+            return self._pass_on(exchange, in_body=in_body), None
         if isinstance(routed, Rejection):
             self._observer.passed(Cause.NO_NODE)
             return messages.reject(503, _NO_NODE, retry_after_s=1), None
@@ -258,15 +260,24 @@ class ExtProc:
             self._observer.routed(routed, exchange, phases, context.invocation_metadata)
         except Exception as error:
             self._log_bug("decision not counted", error)
-        return self._route_to(routed, in_body=in_body), routed
+        return self._route_to(routed, exchange, in_body=in_body), routed
 
-    def _pass_on(self, *, in_body: bool) -> ProcessingResponse:
-        settings = self.settings
-        return messages.pass_on(remove=(settings.cluster_header, settings.destination_header), in_body=in_body)
+    def _pass_on(self, exchange: Exchange, *, in_body: bool) -> ProcessingResponse:
+        headers, remove = self._retries(exchange)
+        remove += (self.settings.cluster_header, self.settings.destination_header)
+        return messages.route_to(headers, remove=remove, metadata={}, in_body=in_body)
 
-    def _route_to(self, ticket: Ticket, *, in_body: bool) -> ProcessingResponse:
+    def _retries(self, exchange: Exchange) -> tuple[dict[str, str], list[str]]:
+        """What to set and to remove so that Envoy repeats only a request whose end we have seen: of one that is still
+        arriving it would forward a part twice (envoyproxy/envoy issues 36119 and 45470)."""
+        retry_on = self.settings.retry_on
+        if retry_on and exchange.complete and not exchange.trailers:
+            return {messages.RETRY_HEADER: retry_on}, []
+        return {}, [messages.RETRY_HEADER]
+
+    def _route_to(self, ticket: Ticket, exchange: Exchange, *, in_body: bool) -> ProcessingResponse:
         settings, decision = self.settings, ticket.decision
-        headers, remove = {}, []
+        headers, remove = self._retries(exchange)
         if settings.set_cluster:
             headers[settings.cluster_header] = decision.node.cluster
         else:
@@ -310,7 +321,8 @@ class ExtProc:
             if cut_chain is not None:
                 tokens = max(tokens, _declared_bytes(exchange) // TOKEN_BYTES)
         phases.hashed_s = now = self._clock()
-        routed = self.router.route(InferenceRequest(pool, tokens, chain, cut_chain), now=now)
+        request = InferenceRequest(pool, tokens, chain, cut_chain)
+        routed = self.router.route(request, now=now, name=exchange.headers.get(messages.NAME_HEADER))
         if isinstance(routed, Rejection) and not (settings.reject_when_empty and routed.refusal is Refusal.NO_NODE):
             raise _Pass(Cause(routed.refusal.value))
         return routed
@@ -374,17 +386,17 @@ class ExtProc:
         """Settle the ticket of each finished request."""
         while (message := await context.read()) is not grpc.aio.EOF:
             now = self._clock()
-            for ticket_id, outcome in access_log.outcomes(message):
-                self._settle(ticket_id, outcome, now=now)
+            for ticket_id, certain, outcome in access_log.outcomes(message):
+                self._settle(ticket_id, outcome, now=now, certain=certain)
         return StreamAccessLogsResponse()
 
-    def _settle(self, ticket_id: str, outcome: Outcome, *, now: float) -> None:
+    def _settle(self, ticket_id: str, outcome: Outcome, *, now: float, certain: bool = True) -> None:
         try:
             settled = self.router.settle(ticket_id, outcome, now=now)
-            if settled is None:
-                self._observer.unknown_ticket()
-            else:
+            if settled is not None:
                 self._observer.settled(settled)
+            elif certain:
+                self._observer.unknown_ticket()
         except Exception as error:  # the rest of the batch is not to blame
             self._log_bug("outcome not counted", error)
 

@@ -21,6 +21,7 @@ from extproc.core.types import Node, Policy, Settled, Ticket
 from extproc.policies.least_ttft import LeastTtft
 from extproc.server import ACCESS_LOG, EXT_PROC, Cause, Cut, ExtProc, Health, Phases, Settings, build
 from extproc.wire.envoy_pb2 import (
+    HeaderMutation,
     HttpAccessLogEntry,
     ProcessingRequest,
     ProcessingResponse,
@@ -29,6 +30,7 @@ from extproc.wire.envoy_pb2 import (
     StreamAccessLogsResponse,
 )
 from extproc.wire.exchange import BodyMode, Exchange
+from extproc.wire.messages import RETRY_HEADER
 
 CHAT = "/v1/chat/completions"
 CLUSTER = "x-upstream-cluster"
@@ -85,15 +87,28 @@ def prose(characters: int, *, about: str = "a") -> str:
 # ---- replies ----
 
 
+def _mutation(reply: ProcessingResponse) -> HeaderMutation:
+    """What a reply does to the headers, wherever it carries it."""
+    return (reply.request_body if reply.HasField("request_body") else reply.request_headers).response.header_mutation
+
+
 def mutated(reply: ProcessingResponse) -> dict[str, str]:
-    """The headers that a reply sets, wherever it carries them."""
-    common = (reply.request_body if reply.HasField("request_body") else reply.request_headers).response
-    return {each.header.key: each.header.raw_value.decode() for each in common.header_mutation.set_headers}
+    """The headers that a reply sets, but for the one about retries."""
+    sets = {each.header.key: each.header.raw_value.decode() for each in _mutation(reply).set_headers}
+    sets.pop(RETRY_HEADER, None)
+    return sets
 
 
 def removed(reply: ProcessingResponse) -> set[str]:
-    common = (reply.request_body if reply.HasField("request_body") else reply.request_headers).response
-    return set(common.header_mutation.remove_headers)
+    """The headers that a reply removes, but for the one about retries."""
+    return set(_mutation(reply).remove_headers) - {RETRY_HEADER}
+
+
+def retries(reply: ProcessingResponse) -> str | None:
+    """When Envoy may repeat the request; None: the reply takes away what the client says of it."""
+    sets = [each.header.raw_value.decode() for each in _mutation(reply).set_headers if each.header.key == RETRY_HEADER]
+    assert sets or RETRY_HEADER in _mutation(reply).remove_headers
+    return sets[0] if sets else None
 
 
 def ticket_of(reply: ProcessingResponse) -> str:
@@ -202,6 +217,7 @@ def settings(**changes: Any) -> Settings:
         "destination_header": DESTINATION,
         "set_cluster": True,
         "set_destination": True,
+        "retry_on": "connect-failure,reset",
         "reject_when_empty": False,
         "pool_of": {"m": "m"},
         "salt": 1,

@@ -27,6 +27,7 @@ from builders import (
     pool_of,
     prose,
     removed,
+    retries,
     running,
     ticket_of,
     trailers,
@@ -38,6 +39,7 @@ from extproc.core.types import HASH_BYTES, Candidate, Decision, End, InferenceRe
 from extproc.server import EXT_PROC, Cause, Cut
 from extproc.wire.envoy_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.wire.exchange import BodyMode
+from extproc.wire.messages import NAME_HEADER
 
 HEAD, BUFFERED, DUPLEX = BodyMode.HEAD, BodyMode.BUFFERED, BodyMode.DUPLEX
 PROMPT = prose(4000)
@@ -76,6 +78,24 @@ def is_passed_on(reply: ProcessingResponse) -> bool:
     )
 
 
+class _Script:
+    """The server's side of a stream without a network; writing fails with `error`."""
+
+    def __init__(self, *messages: ProcessingRequest, error: BaseException | None = None) -> None:
+        self._messages = list(messages)
+        self._error = error
+
+    async def read(self) -> ProcessingRequest:
+        return self._messages.pop(0)
+
+    async def write(self, _: bytes) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
 # ---- a decision ----
 
 
@@ -111,6 +131,31 @@ async def test_a_decision_sets_its_headers_removes_the_client_s_and_hands_the_ti
         assert not common.HasField("body_mutation")
         assert echoed(rest) == (chat(PROMPT) if mode is DUPLEX else b"")
         assert server.seen.causes == []
+
+
+@pytest.mark.parametrize("mode", BodyMode)
+async def test_a_request_may_be_repeated_once_all_of_its_body_was_seen(mode: BodyMode) -> None:
+    async with running({"m": pool_of("n1")}) as server:
+        routed, *_ = await converse(server, mode, chat(PROMPT))
+        passed, *_ = await converse(server, mode, b"no JSON")
+        assert retries(routed) == retries(passed) == "connect-failure,reset"
+
+
+async def test_a_request_whose_end_was_not_seen_must_not_be_repeated() -> None:
+    async with running({"m": pool_of("n1")}, head_bytes=1024, collect_gap_s=0.05) as server:
+        too_long, *_ = await server.say_on(headers(), body(chat(PROMPT * 100)), body(b"and so on", end=True))
+        too_slow, *_ = await server.say_on(headers(), body(chat(PROMPT)[:100]))
+        behind, *_ = await server.say_on(headers(), body(chat(PROMPT)[:500]), trailers())
+        assert retries(too_long) is retries(too_slow) is retries(behind) is None
+
+
+@pytest.mark.parametrize("mode", BodyMode)
+async def test_envoy_s_name_of_a_request_is_its_ticket_and_a_name_in_use_is_not(mode: BodyMode) -> None:
+    async with running({"m": pool_of("n1")}) as server:
+        first, *_ = await converse(server, mode, chat(PROMPT), (NAME_HEADER, "name-1"))
+        second, *_ = await converse(server, mode, chat(PROMPT), (NAME_HEADER, "name-1"))
+        assert ticket_of(first) == "name-1" != ticket_of(second)
+        assert len(server.router) == 2
 
 
 @pytest.mark.parametrize("mode", BodyMode)
@@ -474,13 +519,16 @@ async def test_when_the_decision_s_time_is_up_it_is_made_on_the_blocks_hashed_so
         assert partial.decision.reason is Reason.LOCALITY
 
 
-async def test_a_long_prompt_does_not_keep_a_short_one_from_its_decision() -> None:
+async def test_a_long_prompt_leaves_the_loop_to_others_while_it_is_hashed() -> None:
     async with running() as server:
-        await server.ask(chat(prose(60_000)))
-        slow = asyncio.create_task(server.ask(chat(prose(1_000_000))))
-        quick = await asyncio.gather(*(server.ask(chat(PROMPT)) for _ in range(8)))
-        assert all(map(mutated, [*quick, await slow]))
-        assert server.seen.cuts == [None] * 10
+        turns = 0
+        long = _Script(headers(), body(chat(prose(1_000_000)), end=True))
+        deciding = asyncio.create_task(server.ext_proc.process(None, long))  # type: ignore[arg-type]
+        while not deciding.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert mutated(await deciding)
+        assert turns > 1_000_000 // 64 // 4096
 
 
 # ---- bounds ----
@@ -554,30 +602,15 @@ async def test_a_stream_that_says_nothing_is_a_client_that_left() -> None:
         assert server.seen.causes == [Cause.CLIENT_GONE]
 
 
-class _Gone:
-    """The server's side of a stream whose other end leaves at the moment of the reply."""
-
-    def __init__(self, error: BaseException, *script: ProcessingRequest) -> None:
-        self._script = list(script)
-        self._error = error
-
-    async def read(self) -> ProcessingRequest:
-        return self._script.pop(0)
-
-    async def write(self, _: bytes) -> None:
-        raise self._error
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), grpc.aio.UsageError("closed")], ids=["cancel", "closed"])
 async def test_a_decision_that_cannot_be_delivered_is_taken_back(error: BaseException) -> None:
     """No access log will ever name its ticket."""
     pool = pool_of("n1", "n2")
     async with running({"m": pool}) as server:
         with pytest.raises(type(error)):
-            await server.ext_proc.process(None, _Gone(error, headers(mode=DUPLEX), body(chat(PROMPT), end=True)))  # type: ignore[arg-type]
+            await server.ext_proc.process(
+                None, _Script(headers(mode=DUPLEX), body(chat(PROMPT), end=True), error=error)
+            )  # type: ignore[arg-type]
         (ticket,) = server.seen.tickets
         assert server.in_flight() == 0
         assert len(server.router) == 0
@@ -657,6 +690,13 @@ async def test_rejecting_is_for_empty_pools_only() -> None:
     async with running(pools, pool_of={"m": "m", "other": "other"}, reject_when_empty=True) as server:
         assert is_passed_on(await server.ask(chat(PROMPT, model="stranger")))
         assert is_passed_on(await server.ask(b"{"))
+
+
+async def test_a_pool_that_a_reload_took_away_meanwhile_is_an_unknown_model() -> None:
+    # without room for the body the pool is first looked for when the request is routed
+    async with running(pool_of={"*": "gone"}, reject_when_empty=True, max_held_bytes=10) as server:
+        assert is_passed_on(await server.ask(chat(PROMPT)))
+        assert server.seen.causes == [Cause.UNKNOWN_MODEL]
 
 
 # ---- our own faults ----

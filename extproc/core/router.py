@@ -70,8 +70,8 @@ class Router:
         """How many tickets are out; at most `max_tickets`, beyond it `expire` gives up the oldest."""
         return len(self._tickets)
 
-    def route(self, request: InferenceRequest, *, now: float) -> Ticket | Rejection:
-        """Choose a node, put the work on it and record what it will hold."""
+    def route(self, request: InferenceRequest, *, now: float, name: str | None = None) -> Ticket | Rejection:
+        """Choose a node, put the work on it and record what it will hold. `name`: the ticket's id, if it is new."""
         pool = self.pools.get(request.model)
         if pool is None:
             return Rejection(Refusal.UNKNOWN_MODEL)
@@ -91,8 +91,10 @@ class Router:
         reservation = fleet.reserve(node, decision.chosen.uncached_tokens, now=now)
         recorded = request.chain if request.cut_chain is None else request.cut_chain
         stored = prefix_map.store(node, recorded, now=now)
-        self._count += 1
-        ticket = Ticket(f"{self._prefix}{self._count:x}", request, decision, stored, now, idle)
+        if name is None or name in self._tickets:
+            self._count += 1
+            name = f"{self._prefix}{self._count:x}"
+        ticket = Ticket(name, request, decision, stored, now, idle)
         self._tickets[ticket.id] = (ticket, reservation)
         return ticket
 

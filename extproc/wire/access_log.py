@@ -10,22 +10,27 @@ from extproc.wire.messages import METADATA_NAMESPACE
 
 TTFT_TAG = "ttft_us"
 ENGINE_TTFT_TAG = "engine_ttft_us"
+NAME_TAG = "request"
 CONTENT_TYPE_TAG = "content_type"
 
 
-def outcomes(message: StreamAccessLogsMessage) -> Iterator[tuple[str, Outcome]]:
-    """(ticket id, outcome) of each finished request that carries a ticket of ours."""
+def outcomes(message: StreamAccessLogsMessage) -> Iterator[tuple[str, bool, Outcome]]:
+    """(ticket id, certain, outcome) of each finished request that has a ticket of ours, or may have one.
+
+    Certain: the ticket came back as metadata. Where our reply came too late to take effect there is only Envoy's name
+    of the request, which is the ticket's id if there is a ticket.
+    """
     for entry in message.http_logs.log_entry:
         common = entry.common_properties
         if common.intermediate_log_entry:
             continue
         fields = common.metadata.filter_metadata
         # reading a missing key of a protobuf map would add it
-        if METADATA_NAMESPACE not in fields:
-            continue
-        ours = fields[METADATA_NAMESPACE].fields
+        ours = fields[METADATA_NAMESPACE].fields if METADATA_NAMESPACE in fields else {}
         if "ticket" in ours:
-            yield ours["ticket"].string_value, _outcome(entry)
+            yield ours["ticket"].string_value, True, _outcome(entry)
+        elif name := common.custom_tags.get(NAME_TAG):
+            yield name, False, _outcome(entry)
 
 
 def _outcome(entry: HttpAccessLogEntry) -> Outcome:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 
 from extproc.wire.envoy_pb2 import HttpHeaders, ProcessingRequest, ProtocolConfiguration
+from extproc.wire.messages import NAME_HEADER
 
 _Mode = ProtocolConfiguration
+
+
+HEADERS = frozenset((":path", "content-length", NAME_HEADER, "traceparent", "tracestate"))
+"""The request headers that anyone reads; the others, credentials among them, are never taken off the message."""
 
 
 class ProtocolError(ValueError):
@@ -75,7 +80,7 @@ class Exchange:
         """The body ended with trailers."""
         self.mode = BodyMode.HEAD
         self.headers: dict[str, str] = {}
-        """Lower case names; of a name that stands there twice, the first."""
+        """Those of HEADERS that were sent; of a name that stands there twice, the first."""
 
     def receive(self, message: ProcessingRequest) -> Step:
         """Take the next message of the stream."""
@@ -107,8 +112,9 @@ class Exchange:
     def _start(self, headers: HttpHeaders, config: ProtocolConfiguration) -> Step:
         self.mode = _body_mode(config)
         for header in headers.headers.headers:
-            value = header.raw_value.decode("latin-1") if header.raw_value else header.value
-            self.headers.setdefault(header.key.lower(), value)
+            key = header.key
+            if key in HEADERS and key not in self.headers:
+                self.headers[key] = header.raw_value.decode("latin-1") or header.value
         if headers.end_of_stream:
             self.complete = True
             self._state = _State.ENDED

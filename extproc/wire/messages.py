@@ -6,6 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from extproc.wire.envoy_pb2 import CommonResponse, HeaderValueOption, ProcessingRequest, ProcessingResponse
 
+NAME_HEADER = "x-kvaffinity-request"
+"""Envoy's own name of a request, stamped before the client's headers are believed; it comes back in the access log also
+where our reply never took effect, because the client had left."""
+
+RETRY_HEADER = "x-envoy-retry-on"
+"""Set where Envoy may repeat a request."""
+
 METADATA_NAMESPACE = "kvaffinity"
 """Of the dynamic metadata; the filter must list it in `metadata_options.receiving_namespaces.untyped`."""
 
@@ -22,8 +29,8 @@ def _common(response: ProcessingResponse, *, in_body: bool) -> CommonResponse:
 def route_to(
     headers: Mapping[str, str], *, remove: Sequence[str], metadata: Mapping[str, str | float], in_body: bool
 ) -> ProcessingResponse:
-    """Set `headers`, remove what the client sent under other routing names, choose the route anew, and hand `metadata`
-    to the access log. `in_body`: the reply answers the body (BUFFERED), not the headers."""
+    """Set `headers`, remove those named in `remove`, choose the route anew, and hand `metadata` (if any) to the access
+    log. `in_body`: the reply answers the body (BUFFERED), not the headers."""
     response = ProcessingResponse()
     common = _common(response, in_body=in_body)
     for key, value in headers.items():
@@ -33,21 +40,14 @@ def route_to(
         option.header.raw_value = value.encode("latin-1", "replace")
     common.header_mutation.remove_headers.extend(remove)
     common.clear_route_cache = True
+    if not metadata:
+        return response
     fields = response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields
     for key, entry in metadata.items():
         if isinstance(entry, str):
             fields[key].string_value = entry
         else:
             fields[key].number_value = entry
-    return response
-
-
-def pass_on(*, remove: Sequence[str], in_body: bool) -> ProcessingResponse:
-    """No decision: remove what the client sent under routing names, so that the fallback route takes it."""
-    response = ProcessingResponse()
-    common = _common(response, in_body=in_body)
-    common.header_mutation.remove_headers.extend(remove)
-    common.clear_route_cache = True
     return response
 
 

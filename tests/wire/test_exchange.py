@@ -193,26 +193,21 @@ def test_the_mode_is_the_one_that_the_first_message_announces(mode: BodyMode) ->
     assert play([(start(mode, end=True), DECIDE)]).mode is mode
 
 
-def test_of_a_header_that_stands_there_twice_the_first_counts_whatever_its_case() -> None:
-    exchange = play([(start(HEAD, ("x-a", "1"), ("X-A", "2"), ("x-A", "3"), end=True), DECIDE)])
-    assert exchange.headers["x-a"] == "1"
-    assert set(exchange.headers) == {":method", ":path", "x-a"}
+def test_of_a_header_that_stands_there_twice_the_first_counts_and_nobody_s_credentials_are_kept() -> None:
+    sent = (("tracestate", "1"), ("tracestate", "2"), ("authorization", "Bearer secret"), ("x-api-key", "secret"))
+    exchange = play([(start(HEAD, *sent, end=True), DECIDE)])
+    assert exchange.headers["tracestate"] == "1"
+    assert set(exchange.headers) == {":path", "tracestate"}
 
 
-def test_a_header_is_its_raw_value_where_there_is_one_else_its_value() -> None:
+@pytest.mark.parametrize(
+    ("value", "raw", "expected"),
+    [("", b"caf\xe9", "café"), ("plain", b"", "plain"), ("plain", b"raw", "raw"), ("", b"", "")],
+)
+def test_a_header_is_its_raw_value_where_there_is_one_else_its_value(value: str, raw: bytes, expected: str) -> None:
     message = start(HEAD, end=True)
-    added = message.request_headers.headers.headers
-    added.add(key="x-raw", raw_value=b"caf\xe9")
-    added.add(key="x-plain", value="plain")
-    added.add(key="x-both", value="plain", raw_value=b"raw")
-    added.add(key="x-none")
-    exchange = play([(message, DECIDE)])
-    assert {key: value for key, value in exchange.headers.items() if key.startswith("x-")} == {
-        "x-raw": "café",
-        "x-plain": "plain",
-        "x-both": "raw",
-        "x-none": "",
-    }
+    message.request_headers.headers.headers.add(key="tracestate", value=value, raw_value=raw)
+    assert play([(message, DECIDE)]).headers["tracestate"] == expected
 
 
 @pytest.mark.parametrize("mode", [HEAD, DUPLEX])

@@ -216,7 +216,7 @@ def test_a_route_overwrites_its_headers_removes_the_others_and_hands_over_the_me
 
 @pytest.mark.parametrize("in_body", [False, True])
 def test_passing_on_removes_the_routing_headers_and_chooses_the_route_anew(in_body: bool) -> None:
-    reply = read_by_envoy(messages.pass_on(remove=("x-a", "x-b"), in_body=in_body))
+    reply = read_by_envoy(messages.route_to({}, remove=("x-a", "x-b"), metadata={}, in_body=in_body))
     answered = reply.request_body if in_body else reply.request_headers
     assert answered == (ext_proc.BodyResponse if in_body else ext_proc.HeadersResponse)(
         response=ext_proc.CommonResponse(
@@ -325,7 +325,7 @@ def logged(
     )
 
 
-def outcomes(*entries: accesslog.HttpAccessLogEntry) -> list[tuple[str, Outcome]]:
+def outcomes(*entries: accesslog.HttpAccessLogEntry) -> list[tuple[str, bool, Outcome]]:
     sent = accesslog_service.StreamAccessLogsMessage(
         identifier=accesslog_service.StreamAccessLogsMessageIdentifier(log_name="kvaffinity"),
         http_logs=accesslog_service.StreamAccessLogsMessageHttpAccessLogEntries(log_entry=list(entries)),
@@ -361,13 +361,20 @@ REFUSED = accesslog.ResponseFlags(upstream_connection_failure=True)
 def test_an_entry_of_the_access_log_says_how_the_request_ended(
     entry: accesslog.HttpAccessLogEntry, expected: Outcome
 ) -> None:
-    assert outcomes(entry) == [("t-1", expected)]
+    assert outcomes(entry) == [("t-1", True, expected)]
 
 
 def test_entries_without_a_ticket_of_ours_are_none_of_our_business() -> None:
     elsewhere = logged(namespace="envoy.rival")
     assert outcomes(elsewhere, accesslog.HttpAccessLogEntry(), logged(tags=STREAMED))[0][0] == "t-1"
     assert len(outcomes(elsewhere, accesslog.HttpAccessLogEntry(), logged(tags=STREAMED))) == 1
+
+
+def test_where_the_reply_came_too_late_envoys_name_of_the_request_may_be_a_ticket() -> None:
+    left = logged(tags={**NOTHING, "request": "name-1"}, namespace="envoy.rival", flags=LEFT, code=0, address=None)
+    assert outcomes(left) == [("name-1", False, Outcome(End.CUT, None, False, None, None, 1.25))]
+    both = logged(tags={**STREAMED, "request": "name-1"})
+    assert outcomes(both)[0][:2] == ("t-1", True)
 
 
 def test_an_entry_of_a_request_that_still_runs_settles_nothing() -> None:
