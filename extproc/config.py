@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from ipaddress import ip_address
 from pathlib import Path
@@ -91,7 +92,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     name: Name
     address: Address
-    """ip:port of its HTTP server, as Envoy's access log writes it."""
+    """ip:port of its HTTP server; name:port will do where `destination` is "cluster-header"."""
     cluster: Name | None = None
     """Its Envoy cluster; the name when left out."""
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
@@ -144,7 +145,8 @@ def parse(text: str) -> Config:
         _refuse_twice(f"node name in $.models[{i}]", [node.name for node in model.nodes])
         _refuse_twice(f"node address in $.models[{i}]", [node.address for node in model.nodes])
         for j, node in enumerate(model.nodes):
-            _refuse_host_name(f"$.models[{i}].nodes[{j}].address", node.address)
+            named = config.server.destination == "cluster-header"
+            _check_address(f"$.models[{i}].nodes[{j}].address", node.address, names=named)
     if config.server.cluster_header == config.server.destination_header:
         raise ConfigError("$.server.cluster_header and $.server.destination_header must differ")
     return config
@@ -168,13 +170,16 @@ def traces_wanted(config: TelemetryConfig) -> bool:
     return any(os.environ.get(name) for name in names)
 
 
-def _refuse_host_name(path: str, address: str) -> None:
-    """Envoy's access log names the node that served by its IP, in the shortest form: by no other is it known again."""
+def _check_address(path: str, address: str, *, names: bool) -> None:
+    """An IP address in the form in which Envoy writes it, or a name where Envoy never has to take it as an address."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         shortest = ip_address(host).compressed
     except ValueError as error:
-        raise ConfigError(f"{host} is not an IP address - at `{path}`") from error
+        if names and not re.fullmatch(r"[\d.]+", host):
+            return
+        hint = "a name will do where the destination is the cluster header alone"
+        raise ConfigError(f"{host} is not an IP address ({hint}) - at `{path}`") from error
     if host != shortest:
         raise ConfigError(f"{host} has to be written as {shortest} - at `{path}`")
 

@@ -147,7 +147,10 @@ WRONG = {
     "address with a scheme": (LEAST + NODE.replace("10.0", "http://10.0"), "$.models[0].nodes[0].address"),
     "address without a port": (LEAST + NODE.replace(":8000", ""), "$.models[0].nodes[0].address"),
     "IPv6 without brackets": (LEAST + NODE.replace("10.0.0.1", "fd00::1"), "$.models[0].nodes[0].address"),
-    "host name": (LEAST + NODE.replace("10.0.0.1", "node-1"), "node-1 is not an IP address - at `$.models[0].nodes[0]"),
+    "name for an override host": (
+        LEAST + NODE.replace("10.0.0.1", "node-1") + '[server]\ndestination = "both"\n',
+        "node-1 is not an IP address",
+    ),
     "no IP address": (LEAST + NODE.replace("10.0.0.1", "10.0.0.256"), "10.0.0.256 is not an IP address"),
     "IPv6 at length": (LEAST + NODE.replace("10.0.0.1", "[FD00:0::1]"), "FD00:0::1 has to be written as fd00::1"),
     "weight of nothing": (LEAST + NODE + "weight = 0\n", "$.models[0].nodes[0].weight"),
@@ -204,3 +207,8 @@ def test_spans_are_on_where_the_environment_names_a_receiver_unless_the_file_say
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert traces_wanted(TelemetryConfig(traces=said)) is wanted
+
+
+def test_where_envoy_takes_the_cluster_a_node_may_be_known_by_name() -> None:
+    config = parse(LEAST + NODE.replace("10.0.0.1", "llm-0.llm.svc"))
+    assert config.models[0].nodes[0].address == "llm-0.llm.svc:8000"

