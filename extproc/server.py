@@ -18,17 +18,16 @@ from xxhash import xxh3_64_intdigest
 
 from extproc.core.blocks import TOKEN_BYTES, BlockHasher
 from extproc.core.router import Router
-from extproc.core.types import Chain, End, InferenceRequest, Outcome, Refusal, Rejection, Settled, Ticket
+from extproc.core.types import End, InferenceRequest, Outcome, Refusal, Rejection, Settled, Ticket
 from extproc.wire import access_log, messages
 from extproc.wire.envoy_pb2 import (
     ProcessingRequest,
-    ProcessingResponse,
     StreamAccessLogsMessage,
     StreamAccessLogsResponse,
 )
 from extproc.wire.exchange import BodyMode, Exchange, ProtocolError, Step
 from extproc.wire.requests import read, reader_of
-from extproc.wire.requests.content import Content, NoContent
+from extproc.wire.requests.content import NoContent
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,10 @@ ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
 
 _SLICE_BLOCKS = 4096
 """Hashed at a time, 0.6 ms; then the loop gets a turn and the decision deadline is looked at."""
+
+
+_TICK_S = 0.01
+"""How often the collection deadlines are looked at."""
 
 
 class Cause(StrEnum):
@@ -72,6 +75,7 @@ class Phases:
     hashed_s: float = 0.0
     routed_s: float = 0.0
     cut: Cut | None = None
+    rejected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +115,18 @@ class _Pass(Exception):
         self.cause = cause
 
 
-class _Messages:
-    """What Envoy says on one stream. With `keep`, a read that a deadline interrupts goes on, and the next call has its
-    message: a cancelled `context.read()` loses it, and the one after that fails."""
+class _KeptReads:
+    """What Envoy says on one stream. A read that a deadline interrupts goes on, and the next call has its message: a
+    cancelled `context.read()` loses it, and the one after that fails."""
 
-    __slots__ = ("_context", "_pending", "keep")
+    __slots__ = ("_context", "_pending")
 
     def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self.keep = False
         self._context = context
         self._pending: asyncio.Task[Any] | None = None
 
-    async def next(self) -> Any:
+    async def read(self) -> Any:
         """The next message, or EOF."""
-        if not self.keep:
-            return await self._context.read()
         if self._pending is None:
             self._pending = asyncio.ensure_future(self._context.read())
         message = await asyncio.shield(self._pending)
@@ -136,6 +137,22 @@ class _Messages:
         """Nobody waits for the next message any more."""
         if self._pending is not None:
             self._pending.cancel()
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """What is to be routed: its blocks are hashed a slice at a time."""
+
+    pool: str
+    tokens: int
+    hashers: tuple[BlockHasher, ...]
+    """None: nothing to match. Two: the second makes the blocks of a cut head, under the key of cut heads."""
+    until_s: float
+    """The decision deadline."""
+
+    def advance(self) -> bool:
+        """Hash a slice; True when all is hashed."""
+        return all(hasher.advance(_SLICE_BLOCKS) for hasher in self.hashers)
 
 
 class ExtProc:
@@ -150,34 +167,48 @@ class ExtProc:
         """Exchanges in hand."""
         self._observer = observer
         self._clock = clock
+        self._until_s: dict[asyncio.Task[Any], float] = {}
+        """The exchanges that wait for more of a body, and until when (loop time)."""
+        self._timer: asyncio.TimerHandle | None = None
         self._logged: TTLCache[str, None] = TTLCache(256, 60.0, timer=clock)
 
-    async def process(self, _: object, context: grpc.aio.ServicerContext) -> ProcessingResponse:
+    async def process(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """One exchange: collect, decide, reply once, close. Whatever goes wrong, the request goes on.
 
         Returned is the last message, whatever was written before it: grpc sends the reply of a handler that it takes
-        for a unary one together with the end of the stream, in one step instead of two (and writes bytes as they are).
+        for a unary one together with the end of the stream, in one step instead of two.
         """
         exchange = Exchange(head_bytes=self.settings.head_bytes)
-        phases, messages_in = Phases(), _Messages(context)
-        ticket: Ticket | None = None
+        phases = Phases()
+        kept: _KeptReads | None = None
         replied = False
         self.streams += 1
         try:
-            last = None
-            if await self._collect(exchange, phases, messages_in, context):
-                phases.collected_s = self._clock()
-                last, ticket = await self._reply(exchange, phases, context)
-                if exchange.mode is BodyMode.DUPLEX and exchange.has_body and not last.HasField("immediate_response"):
-                    await context.write(last.SerializeToString())
-                    replied, ticket = True, None
-                    last = await self._hand_back(exchange, messages_in, context)
+            message = await context.read()
+            last: bytes | None = None
+            if message is not grpc.aio.EOF:
+                step = exchange.receive(message)
+                if exchange.mode is BodyMode.DUPLEX:
+                    kept = _KeptReads(context)
+                if step is Step.DECIDE or await self._collect(exchange, phases, context, kept, step):
+                    phases.collected_s = self._clock()
+                    last, ticket = await self._reply(exchange, phases, context)
+                    if kept is not None and exchange.has_body and phases.rejected is False:
+                        try:
+                            await context.write(last)
+                        except BaseException:
+                            if ticket is not None:  # the reply did not reach Envoy: no access log will name this ticket
+                                self._settle(ticket.id, Outcome(End.CUT), now=self._clock())
+                            raise
+                        replied = True
+                        last = await self._hand_back(exchange, kept, context)
             if last is None:
                 if not replied:
                     self._observer.passed(Cause.CLIENT_GONE)
+                    replied = True
                 await context.abort(grpc.StatusCode.CANCELLED, "the request ended early")
                 raise AssertionError  # abort does not return
-            ticket = None  # from here on the access log settles it
+            replied = True
             return last
         except ProtocolError as error:
             self._observer.passed(Cause.PROTOCOL)
@@ -185,66 +216,94 @@ class ExtProc:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise AssertionError from error  # abort does not return
         except asyncio.CancelledError:
-            if not replied and ticket is None:
+            if not replied:
                 self._observer.passed(Cause.CLIENT_GONE)
             raise
         finally:
-            messages_in.close()
+            if kept is not None:
+                kept.close()
             self.streams -= 1
             self.held_bytes -= exchange.held
-            if ticket is not None:  # the reply could not be written: no access log will name this ticket
-                self._settle(ticket.id, Outcome(End.CUT), now=self._clock())
 
     async def _collect(
-        self, exchange: Exchange, phases: Phases, messages_in: _Messages, context: grpc.aio.ServicerContext
+        self,
+        exchange: Exchange,
+        phases: Phases,
+        context: grpc.aio.ServicerContext,
+        kept: _KeptReads | None,
+        step: Step,
     ) -> bool:
         """Read until there is enough to decide on, or time or room for it is used up. False: the client left."""
-        settings, clock = self.settings, self._clock
-        message = await messages_in.next()
-        if message is grpc.aio.EOF:
-            return False
-        step = exchange.receive(message)
-        if step is Step.DECIDE:
-            return True
+        settings = self.settings
         # BUFFERED: Envoy waits for the headers' reply, and for no other before the body is whole, however long it takes
         patient = step is Step.CONTINUE
-        messages_in.keep = exchange.mode is BodyMode.DUPLEX
         if patient:
-            await context.write(messages.continue_headers().SerializeToString())
-        loop = asyncio.get_running_loop()
-        until = clock() + settings.collect_total_s
+            await context.write(messages.CONTINUE_HEADERS)
+        task = asyncio.current_task()
+        assert task is not None
+        read = context.read if kept is None else kept.read
+        total_until_s = self._clock() + settings.collect_total_s
+        if not patient:
+            self._watch(task, min(settings.collect_gap_s, settings.collect_total_s))
         try:
-            async with asyncio.timeout(None if patient else settings.collect_gap_s) as timer:
-                while step is not Step.DECIDE:
-                    message = await messages_in.next()
-                    if message is grpc.aio.EOF:
-                        return False
-                    before = exchange.held
-                    step = exchange.receive(message)
-                    self.held_bytes += exchange.held - before
-                    if self.held_bytes > settings.max_held_bytes:
-                        phases.cut = Cut.NO_ROOM
-                        if not patient:
-                            break
-                    if patient or step is Step.DECIDE:
-                        continue
-                    timer.reschedule(loop.time() + min(settings.collect_gap_s, until - clock()))
-        except TimeoutError:
+            while True:
+                message = await read()
+                if message is grpc.aio.EOF:
+                    return False
+                before = exchange.held
+                step = exchange.receive(message)
+                self.held_bytes += exchange.held - before
+                if self.held_bytes > settings.max_held_bytes:
+                    phases.cut = Cut.NO_ROOM
+                if step is Step.DECIDE:
+                    return True
+                if not patient:
+                    if phases.cut is not None:
+                        break
+                    self._watch(task, min(settings.collect_gap_s, total_until_s - self._clock()))
+        except asyncio.CancelledError:
+            # the tick takes out whom it interrupts; all others who are cancelled still stand there
+            if patient or task in self._until_s or task.uncancel():
+                raise
             phases.cut = Cut.COLLECTION_DEADLINE
-        if step is not Step.DECIDE:
-            exchange.cut()
+        finally:
+            self._until_s.pop(task, None)
+        exchange.cut()
         return True
+
+    def _watch(self, task: asyncio.Task[Any], seconds: float) -> None:
+        """Interrupt `task` after so long, unless it is watched anew or takes itself out.
+
+        One timer looks after all: one for each would cost more than the rest of collecting, and almost none ever fires.
+        """
+        loop = task.get_loop()
+        self._until_s[task] = loop.time() + seconds
+        if self._timer is None:
+            self._timer = loop.call_later(_TICK_S, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for task in [task for task, until_s in self._until_s.items() if until_s <= now]:
+            del self._until_s[task]
+            task.cancel()
+        self._timer = loop.call_later(_TICK_S, self._tick, loop) if self._until_s else None
 
     async def _reply(
         self, exchange: Exchange, phases: Phases, context: grpc.aio.ServicerContext
-    ) -> tuple[ProcessingResponse, Ticket | None]:
+    ) -> tuple[bytes, Ticket | None]:
         """The reply, and the ticket that it carries."""
         in_body = exchange.mode is BodyMode.BUFFERED and exchange.has_body
         if in_body and exchange.trailers:  # in place of a body: the headers have gone on, and trailers cannot route
             self._observer.passed(Cause.EMPTY_BODY)
             return messages.echo_trailers(), None
         try:
-            routed = await self._decide(exchange, phases)
+            prompt = self._read(exchange, phases)
+            while not prompt.advance():
+                await asyncio.sleep(0)
+                if self._clock() >= prompt.until_s:
+                    phases.cut = Cut.DECISION_DEADLINE
+                    break
+            routed = self._route(prompt, exchange, phases)
         except _Pass as passed:
             self._observer.passed(passed.cause)
             return self._pass_on(exchange, in_body=in_body), None
@@ -254,6 +313,7 @@ class ExtProc:
             return self._pass_on(exchange, in_body=in_body), None
         if isinstance(routed, Rejection):
             self._observer.passed(Cause.NO_NODE)
+            phases.rejected = True
             return messages.reject(503, _NO_NODE, retry_after_s=1), None
         phases.routed_s = self._clock()
         try:
@@ -262,40 +322,36 @@ class ExtProc:
             self._log_bug("decision not counted", error)
         return self._route_to(routed, exchange, in_body=in_body), routed
 
-    def _pass_on(self, exchange: Exchange, *, in_body: bool) -> ProcessingResponse:
+    def _pass_on(self, exchange: Exchange, *, in_body: bool) -> bytes:
+        settings = self.settings
         headers, remove = self._retries(exchange)
-        remove += (self.settings.cluster_header, self.settings.destination_header)
-        return messages.route_to(headers, remove=remove, metadata={}, in_body=in_body)
+        return messages.mutate(headers, (*remove, settings.cluster_header, settings.destination_header), in_body)
 
-    def _retries(self, exchange: Exchange) -> tuple[dict[str, str], list[str]]:
+    def _retries(self, exchange: Exchange) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
         """What to set and to remove so that Envoy repeats only a request whose end we have seen: of one that is still
         arriving it would forward a part twice (envoyproxy/envoy issues 36119 and 45470)."""
         retry_on = self.settings.retry_on
         if retry_on and exchange.complete and not exchange.trailers:
-            return {messages.RETRY_HEADER: retry_on}, []
-        return {}, [messages.RETRY_HEADER]
+            return ((messages.RETRY_HEADER, retry_on),), ()
+        return (), (messages.RETRY_HEADER,)
 
-    def _route_to(self, ticket: Ticket, exchange: Exchange, *, in_body: bool) -> ProcessingResponse:
+    def _route_to(self, ticket: Ticket, exchange: Exchange, *, in_body: bool) -> bytes:
         settings, decision = self.settings, ticket.decision
         headers, remove = self._retries(exchange)
         if settings.set_cluster:
-            headers[settings.cluster_header] = decision.node.cluster
+            headers += ((settings.cluster_header, decision.node.cluster),)
         else:
-            remove.append(settings.cluster_header)
+            remove += (settings.cluster_header,)
         if settings.set_destination:
-            headers[settings.destination_header] = ",".join([each.node.address for each in decision.ranked])
+            addresses = ",".join([each.node.address for each in decision.ranked])
+            headers += ((settings.destination_header, addresses),)
         else:
-            remove.append(settings.destination_header)
-        metadata: dict[str, str | float] = {
-            "ticket": ticket.id,
-            "locality": ticket.locality,
-            "node": decision.node.id,
-            "reason": decision.reason.value,
-        }
-        return messages.route_to(headers, remove=remove, metadata=metadata, in_body=in_body)
+            remove += (settings.destination_header,)
+        mutation = messages.mutate(headers, remove, in_body)
+        return mutation + messages.metadata(ticket.id, ticket.locality, decision.node.id, decision.reason)
 
-    async def _decide(self, exchange: Exchange, phases: Phases) -> Ticket | Rejection:
-        settings = self.settings
+    def _read(self, exchange: Exchange, phases: Phases) -> _Prompt:
+        """From the head to what is to be hashed; _Pass when it is not for us."""
         reader = reader_of(exchange.headers.get(":path", ""))
         if reader is None:
             raise _Pass(Cause.UNKNOWN_PATH)
@@ -314,16 +370,29 @@ class ExtProc:
         phases.parsed_s = self._clock()
         pool, key = self._pool(None if content is None else content.model)
         if content is None:
-            chain, cut_chain, tokens = b"", None, _declared_bytes(exchange) // TOKEN_BYTES
-        else:
-            chain, cut_chain = await self._chains(content, pool, key, phases)
-            tokens = (len(content.data) + content.extra_bytes) // TOKEN_BYTES
-            if cut_chain is not None:
-                tokens = max(tokens, _declared_bytes(exchange) // TOKEN_BYTES)
+            return _Prompt(pool, _declared_bytes(exchange) // TOKEN_BYTES, (), phases.parsed_s)
+        settings, data = self.settings, content.data
+        block_tokens = self.router.pools[pool].block_tokens
+        seed = xxh3_64_intdigest(f"{key}\0{content.salt}".encode("utf-8", "surrogatepass"), settings.salt)
+        hasher = BlockHasher(data, block_tokens=block_tokens, salt=seed)
+        tokens = (len(data) + content.extra_bytes) // TOKEN_BYTES
+        until_s = phases.collected_s + settings.decide_s + settings.decide_s_per_16_kib * len(data) / 16384
+        if phases.cut is None:
+            return _Prompt(pool, tokens, (hasher,), until_s)
+        # tools or model may lie beyond a cut: what it holds is no prefix of the whole, and gets a key space of its own
+        apart = BlockHasher(data, block_tokens=block_tokens, salt=seed ^ 1)
+        return _Prompt(pool, max(tokens, _declared_bytes(exchange) // TOKEN_BYTES), (hasher, apart), until_s)
+
+    def _route(self, prompt: _Prompt, exchange: Exchange, phases: Phases) -> Ticket | Rejection:
+        chains = [hasher.chain for hasher in prompt.hashers]
         phases.hashed_s = now = self._clock()
-        request = InferenceRequest(pool, tokens, chain, cut_chain)
+        request = InferenceRequest(
+            prompt.pool, prompt.tokens, chains[0] if chains else b"", chains[1] if len(chains) > 1 else None
+        )
         routed = self.router.route(request, now=now, name=exchange.headers.get(messages.NAME_HEADER))
-        if isinstance(routed, Rejection) and not (settings.reject_when_empty and routed.refusal is Refusal.NO_NODE):
+        if isinstance(routed, Rejection) and not (
+            self.settings.reject_when_empty and routed.refusal is Refusal.NO_NODE
+        ):
             raise _Pass(Cause(routed.refusal.value))
         return routed
 
@@ -340,28 +409,7 @@ class ExtProc:
             raise _Pass(Cause.NO_MODEL if model is None else Cause.UNKNOWN_MODEL)
         return pool, model or pool
 
-    async def _chains(self, content: Content, pool: str, key: str, phases: Phases) -> tuple[Chain, Chain | None]:
-        """The prompt's blocks; and, of a cut head, its blocks under the key of cut heads."""
-        settings = self.settings
-        block_tokens = self.router.pools[pool].block_tokens
-        seed = xxh3_64_intdigest(f"{key}\0{content.salt}".encode("utf-8", "surrogatepass"), settings.salt)
-        until = phases.collected_s + settings.decide_s + settings.decide_s_per_16_kib * len(content.data) / 16384
-        # tools or model may lie beyond a cut: what it holds is no prefix of the whole, and gets a key space of its own
-        was_cut = phases.cut is not None
-        chains = []
-        for salt in (seed, seed ^ 1) if was_cut else (seed,):
-            hasher = BlockHasher(content.data, block_tokens=block_tokens, salt=salt)
-            while not hasher.advance(_SLICE_BLOCKS):
-                await asyncio.sleep(0)
-                if self._clock() >= until:
-                    phases.cut = Cut.DECISION_DEADLINE
-                    break
-            chains.append(hasher.chain)
-        return chains[0], chains[1] if was_cut else None
-
-    async def _hand_back(
-        self, exchange: Exchange, messages_in: _Messages, context: grpc.aio.ServicerContext
-    ) -> ProcessingResponse | None:
+    async def _hand_back(self, exchange: Exchange, kept: _KeptReads, context: grpc.aio.ServicerContext) -> bytes | None:
         """FULL_DUPLEX_STREAMED: what was collected, then each message as it comes, until the request ends. Returns the
         last reply, unwritten; None when the request has no end."""
         self.held_bytes -= exchange.held
@@ -370,13 +418,13 @@ class ExtProc:
             reply = None
             for following in replies:
                 if reply is not None:
-                    await context.write(reply.SerializeToString())
+                    await context.write(reply)
                 reply = following
             if exchange.ended:
                 return reply
             if reply is not None:
-                await context.write(reply.SerializeToString())
-            message = await messages_in.next()
+                await context.write(reply)
+            message = await kept.read()
             if message is grpc.aio.EOF:
                 return None
             exchange.receive(message)
@@ -452,7 +500,7 @@ def build(
         maximum_concurrent_rpcs=max_streams,
     )
     process = grpc.stream_unary_rpc_method_handler(  # to Envoy it is the stream it asked for: see ExtProc.process
-        ext_proc.process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+        ext_proc.process, ProcessingRequest.FromString
     )
     logs = grpc.stream_unary_rpc_method_handler(
         ext_proc.stream_access_logs, StreamAccessLogsMessage.FromString, StreamAccessLogsResponse.SerializeToString

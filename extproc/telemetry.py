@@ -21,6 +21,8 @@ from extproc.core.types import Settled, Ticket
 from extproc.server import Cause, ExtProc, Phases
 from extproc.wire.exchange import Exchange
 
+_COUNTED_AT_ONCE = 64
+
 _MS = 0.001
 _PHASE_BUCKETS = tuple(n * _MS for n in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 250, 1000))
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -89,6 +91,7 @@ class Telemetry:
             extra: dict[str, Any] = {"buckets": buckets} if buckets else {}
             made[name.removeprefix("kvaffinity_")] = kind(name, description, labels, registry=self.registry, **extra)
         self._made = made
+        self._routed: list[tuple[Ticket, int, Phases]] = []
         self._bound: dict[tuple[str, ...], tuple[Any, ...]] = {}
         self._parse, self._hash, self._route = (made["phase_seconds"].labels(p) for p in ("parse", "hash", "route"))
         self._head_bytes, self._loop_delay = made["head_bytes"], made["loop_delay_seconds"]
@@ -99,6 +102,7 @@ class Telemetry:
 
     def page(self) -> bytes:
         """The Prometheus page."""
+        self._count()
         return generate_latest(self.registry)
 
     def _children(self, *key: str) -> tuple[Any, ...]:
@@ -114,6 +118,20 @@ class Telemetry:
         return bound
 
     def routed(self, ticket: Ticket, exchange: Exchange, phases: Phases, metadata: Callable[[], Any]) -> None:
+        self._routed.append((ticket, exchange.held, phases))
+        if len(self._routed) >= _COUNTED_AT_ONCE:
+            self._count()
+        if self._tracer is not None:
+            self._span(self._tracer, ticket, exchange, phases, metadata)
+
+    def _count(self) -> None:
+        """Count the decisions that were put aside. Many at once, since code that runs again is three times as fast as
+        code that has to come back to the processor's cache between two requests."""
+        routed, self._routed = self._routed, []
+        for each in routed:
+            self._count_one(*each)
+
+    def _count_one(self, ticket: Ticket, head_bytes: int, phases: Phases) -> None:
         pool, decision, request = ticket.request.model, ticket.decision, ticket.request
         chosen = decision.chosen
         requests, prompt, matched, _, _ = self._children("reason", pool, decision.reason)
@@ -130,11 +148,9 @@ class Telemetry:
         self._parse.observe(phases.parsed_s - phases.collected_s)
         self._hash.observe(phases.hashed_s - phases.parsed_s)
         self._route.observe(phases.routed_s - phases.hashed_s)
-        self._head_bytes.observe(exchange.held)
+        self._head_bytes.observe(head_bytes)
         if phases.cut is not None:
             self._made["cut"].labels(phases.cut).inc()
-        if self._tracer is not None:
-            self._span(self._tracer, ticket, exchange, phases, metadata)
 
     def passed(self, cause: Cause) -> None:
         self._made["passed"].labels(cause).inc()

@@ -527,7 +527,7 @@ async def test_a_long_prompt_leaves_the_loop_to_others_while_it_is_hashed() -> N
         while not deciding.done():
             turns += 1
             await asyncio.sleep(0)
-        assert mutated(await deciding)
+        assert mutated(ProcessingResponse.FromString(await deciding))
         assert turns > 1_000_000 // 64 // 4096
 
 

@@ -6,26 +6,34 @@ import math
 import statistics
 from collections import deque
 
+_MAX_EXPONENT = 700.0
+"""Just before a double overflows; what is older than that many windows is nothing either way."""
 
-class Decayed:
-    """A sum that forgets exponentially: after `window_s` a contribution counts 1/e of itself."""
 
-    __slots__ = ("_at_s", "_sum", "window_s")
+class Fading:
+    """A clock for sums that forget exponentially: after `window_s` a contribution counts 1/e of itself.
+
+    Instead of letting every sum fade, what is added grows with time, and a sum is worth `sum / scale`: one exponential
+    for any number of sums. (Forward decay: Cormode et al., 2009.)
+    """
+
+    __slots__ = ("_since_s", "window_s")
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
-        self._sum = 0.0
-        self._at_s = 0.0
+        self._since_s: float | None = None
 
-    def add(self, amount: float, *, now: float) -> None:
-        self._sum = self.value(now=now) + amount
-        self._at_s = now
+    def scale(self, *, now: float) -> float:
+        """What one unit added now adds to a sum; at least 1.0 where time does not run backwards."""
+        if self._since_s is None:
+            self._since_s = now
+        return math.exp(min((now - self._since_s) / self.window_s, _MAX_EXPONENT))
 
-    def value(self, *, now: float) -> float:
-        """Never negative; 0.0 before anything was added."""
-        if self._sum <= 0.0:
-            return 0.0
-        return self._sum * math.exp((self._at_s - now) / self.window_s)
+    def restart(self, *, now: float) -> float:
+        """Begin anew at a scale of 1.0; every sum has to be multiplied by what is returned."""
+        factor = 1.0 / self.scale(now=now)
+        self._since_s = now
+        return factor
 
 
 UTILISATION_CEILING = 0.95

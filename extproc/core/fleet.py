@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from extproc.core.cost import Decayed, PrefillRate, price
+from extproc.core.cost import Fading, PrefillRate, price
 from extproc.core.types import Candidate, LoadSample, Node, NodeId
+
+_LARGE = 1e100
+"""Sums are brought back to size long before they overflow (after four hours)."""
 
 WINDOW_S = 60.0
 """Over which utilisation and recent work are averaged."""
@@ -32,7 +35,8 @@ class _Standing:
     in_flight_tokens: int = 0
     reserved_s: float = 0.0
     """All work ever put there, in seconds: what is queued behind a request is what was added since."""
-    work: Decayed = field(default_factory=lambda: Decayed(WINDOW_S))
+    work_sum: float = 0.0
+    """Work put there, as a sum that fades."""
     sample: LoadSample | None = None
 
 
@@ -74,9 +78,11 @@ class Fleet:
         self.limits = limits
         self.price_weight = price_weight
         self._standings: dict[NodeId, _Standing] = {}
-        self._work = Decayed(WINDOW_S)
-        self._own = Decayed(WINDOW_S)
-        self._own_count = Decayed(WINDOW_S)
+        self._fading = Fading(WINDOW_S)
+        self._work_sum = 0.0
+        """In seconds of a node of weight 1."""
+        self._count_sum = 0.0
+        """Requests."""
         self._capacity = 0.0
 
     def __len__(self) -> int:
@@ -124,7 +130,8 @@ class Fleet:
         """A snapshot in id order; `matched` in blocks, absent is 0. At least one token is always left to compute."""
         rate, limits = self.rate.tokens_per_s, self.limits
         most = max(prompt_tokens - 1, 0)
-        mean_own_s = self._mean_own_s(now)
+        scale = self._fading.scale(now=now)
+        mean_own_s = self._work_sum / self._count_sum if self._count_sum else 0.0
         found = []
         for node_id, standing in self._standings.items():
             hit = min(matched.get(node_id, 0) * block_tokens, most)
@@ -148,7 +155,7 @@ class Fleet:
                     wait_s if wait_s > 0.0 else 0.0,
                     uncached / (rate * node.weight),
                     standing.in_flight,
-                    standing.work.value(now=now),
+                    standing.work_sum / scale,
                     kv_usage,
                     age,
                     saturated,
@@ -156,14 +163,17 @@ class Fleet:
             )
         return tuple(found)
 
-    def _mean_own_s(self, now: float) -> float:
-        """Mean prefill of a request in the last minute, on a node of weight 1."""
-        count = self._own_count.value(now=now)
-        return self._own.value(now=now) / count if count > 1e-9 else 0.0
+    def _restart_sums(self, now: float) -> None:
+        factor = self._fading.restart(now=now)
+        self._work_sum *= factor
+        self._count_sum *= factor
+        for standing in self._standings.values():
+            standing.work_sum *= factor
 
     def price(self, *, now: float) -> float:
         """See cost.price."""
-        return price(self._work.value(now=now), window_s=WINDOW_S, capacity=self._capacity, weight=self.price_weight)
+        work_s = self._work_sum / self._fading.scale(now=now)
+        return price(work_s, window_s=WINDOW_S, capacity=self._capacity, weight=self.price_weight)
 
     def idle(self, node: NodeId, *, now: float) -> bool:
         """Nothing of ours is in flight or still to be prefilled there, and its last sample shows nothing either."""
@@ -180,11 +190,13 @@ class Fleet:
         standing.reserved_s += work_s
         standing.in_flight += 1
         standing.in_flight_tokens += tokens
-        standing.work.add(work_s, now=now)
-        own_s = work_s * standing.node.weight
-        self._work.add(own_s, now=now)
-        self._own.add(own_s, now=now)
-        self._own_count.add(1.0, now=now)
+        scale = self._fading.scale(now=now)
+        if scale > _LARGE:
+            self._restart_sums(now)
+            scale = 1.0
+        standing.work_sum += work_s * scale
+        self._work_sum += work_s * standing.node.weight * scale
+        self._count_sum += scale
         return Reservation(standing, tokens, work_s, standing.reserved_s)
 
     def in_flight(self) -> dict[NodeId, tuple[int, int]]:
@@ -193,7 +205,8 @@ class Fleet:
 
     def work_s(self, *, now: float) -> dict[NodeId, float]:
         """Uncached work sent to each node in the last minute (decayed), in seconds of its prefill."""
-        return {node: each.work.value(now=now) for node, each in self._standings.items()}
+        scale = self._fading.scale(now=now)
+        return {node: each.work_sum / scale for node, each in self._standings.items()}
 
     def samples(self) -> dict[NodeId, LoadSample | None]:
         """The last sample of each node."""

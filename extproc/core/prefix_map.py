@@ -67,6 +67,9 @@ class PrefixMap:
         self._holdings: dict[NodeId, _Holding] = {}
         self._by_bit: dict[int, NodeId] = {}
         self._last_stamp = 0.0
+        self._walk: tuple[Chain, list[int], int] | None = None
+        """The chain last matched, the segments that it follows whole, and where it leaves them: storing it goes on from
+        there. Any write ends it."""
 
     # ---- nodes ----
 
@@ -107,6 +110,8 @@ class PrefixMap:
     def match(self, chain: Chain) -> dict[NodeId, int]:
         """How many leading blocks each node holds; nodes that hold none are absent. Reads only. O(segments + nodes)."""
         matched: dict[NodeId, int] = {}
+        path: list[int] = []
+        self._walk = None
         alive = 0
         at, end = 0, len(chain)
         while at < end:
@@ -117,7 +122,13 @@ class PrefixMap:
             hashes = self._hashes[segment]
             size = len(hashes)
             # comparing whole segments is one memcmp, and the common case
-            common = size // HASH_BYTES if chain[at : at + size] == hashes else _common(chain, at, hashes)
+            if chain[at : at + size] == hashes:
+                common = size // HASH_BYTES
+                if self._walk is None:
+                    path.append(segment)
+            else:
+                common = _common(chain, at, hashes)
+                self._walk = self._walk or (chain, path, at)
             full, partial = self._full[segment], self._partial[segment]
             if at == 0:
                 alive = full
@@ -138,6 +149,7 @@ class PrefixMap:
             at += common * HASH_BYTES
             if not alive:
                 break
+        self._walk = self._walk or (chain, path, at)
         self._name(alive, at // HASH_BYTES, matched)
         return matched
 
@@ -159,9 +171,9 @@ class PrefixMap:
         """
         holding = self._holdings[node]
         stamp = self._last_stamp = max(now, math.nextafter(self._last_stamp, math.inf))
-        path: list[int] = []
-        new_from: int | None = None
-        at, end = 0, len(chain)
+        path, at = self._walk[1:] if self._walk is not None and self._walk[0] is chain else ([], 0)
+        self._walk = None
+        end = len(chain)
         while at < end:
             first = chain[at : at + HASH_BYTES]
             shard = self._shard(first)
@@ -174,20 +186,22 @@ class PrefixMap:
                 size = len(hashes)
                 if chain[at : at + size] != hashes:
                     segment = self._split(segment, _common(chain, at, hashes), path)
-            blocks = len(self._hashes[segment]) // HASH_BYTES
-            held = self._held(holding, segment)
-            if held < blocks:
-                if new_from is None:
-                    new_from = at // HASH_BYTES + held
-                self._hold(holding, segment, held)
             path.append(segment)
-            at += blocks * HASH_BYTES
+            at += len(self._hashes[segment])
+        bit, before, new_from = holding.bit, 0, end // HASH_BYTES
+        for segment in path:
+            blocks = len(self._hashes[segment]) // HASH_BYTES
+            if not self._full[segment] & bit:
+                held = self._held_bit(bit, segment)
+                new_from = min(new_from, before + held)
+                self._hold(holding, segment, held)
+            before += blocks
         order = holding.order
         for segment in reversed(path):  # tail first: the head ends as the youngest
             order[segment] = stamp
             order.move_to_end(segment)
         self._evict(holding)
-        return Stored(chain, end // HASH_BYTES if new_from is None else new_from, stamp)
+        return Stored(chain, new_from, stamp)
 
     def take_back(self, node: NodeId, stored: Stored) -> None:
         """The request failed before `node` could cache it: forget the blocks it added, unless used again since."""
@@ -300,6 +314,7 @@ class PrefixMap:
         holding.blocks -= held - keep
 
     def _drop(self, holding: _Holding, segment: int) -> None:
+        self._walk = None
         holding.blocks -= self._held(holding, segment)
         self._full[segment] &= ~holding.bit
         self._forget_partial(holding.bit, segment)

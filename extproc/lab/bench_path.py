@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.lab.bench_envoy import NODE_PORTS, gateway, upstreams
 from extproc.lab.envoy_config import write_config
-from extproc.lab.processes import Child, Processes, envoy_binary, free_ports, http_ok
+from extproc.lab.processes import Child, Processes, envoy_binary, free_ports, http_ok, stopped_at_the_end
 from extproc.lab.wire_load import Conversation, Load, closed_loop, conversations, open_loop, percentile
 
 Variant = Literal["bare", "trivial", "ours"]
@@ -202,7 +202,7 @@ class Bench:
 
 def run(plan: Plan, step: Callable[[str], None]) -> tuple[list[Run], float]:
     """Start everything, measure, stop everything; and how many cores other programs used meanwhile, on average."""
-    with tempfile.TemporaryDirectory(prefix="kvaffinity-bench-") as directory, Processes(Path(directory)) as processes:
+    with tempfile.TemporaryDirectory(prefix="kvaffinity-bench-") as made, stopped_at_the_end(Path(made)) as processes:
         bench = Bench(processes)
         begun_s, all_s, own_s = time.perf_counter(), busy_s(), bench.cpu_s()
         runs = bench.measure(plan, step)

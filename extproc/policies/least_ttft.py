@@ -25,22 +25,28 @@ class LeastTtft:
     fallbacks: int = 2
 
     def __call__(self, request: InferenceRequest, candidates: Sequence[Candidate], *, price: float) -> Decision:
-        limit_s = self.load_bound * sum([each.wait_s for each in candidates]) / len(candidates) + self.load_slack_s
+        wait_s, best_matched = 0.0, 0
+        for each in candidates:
+            wait_s += each.wait_s
+            best_matched = max(best_matched, each.matched_tokens)
+        limit_s = self.load_bound * wait_s / len(candidates) + self.load_slack_s
         inside = [each for each in candidates if each.wait_s <= limit_s and not each.saturated]
         if not inside:
             inside = [each for each in candidates if not each.saturated] or list(candidates)
         costs = [each.wait_s + price * each.prefill_s for each in inside]
         least = min(costs)
         bound = least + self.margin_s + self.margin_ratio * least
-        chosen = min([each for each, cost in zip(inside, costs, strict=True) if cost <= bound], key=_headroom)
-        best_matched = max([each.matched_tokens for each in candidates])
+        close = [i for i, cost in enumerate(costs) if cost <= bound]
+        best = close[0] if len(close) == 1 else min(close, key=lambda i: _headroom(inside[i]))
+        chosen = inside[best]
         if not request.chain:
             reason = Reason.FALLBACK
         elif not best_matched:
             reason = Reason.COLD
         else:
             reason = Reason.LOCALITY if chosen.matched_tokens == best_matched else Reason.HEADROOM
-        return Decision((chosen, *self._next_best(inside, costs, chosen, candidates)), reason, best_matched, price)
+        ranked = (chosen, *self._next_best(inside, costs, chosen, candidates)) if self.fallbacks else (chosen,)
+        return Decision(ranked, reason, best_matched, price)
 
     def _next_best(
         self, inside: list[Candidate], costs: list[float], chosen: Candidate, candidates: Sequence[Candidate]
@@ -54,6 +60,7 @@ class LeastTtft:
 
 
 def _headroom(candidate: Candidate) -> tuple[float, float, float, float, float]:
+    """Less is more of it."""
     return (
         candidate.wait_s,
         candidate.in_flight,

@@ -93,14 +93,16 @@ class Exchange:
             raise ProtocolError(f"{kind} after the end of the request")
         if kind == "request_body":
             body = message.request_body
+            end = body.end_of_stream
             if self._state is _State.DECIDED:
-                if body.end_of_stream:
+                if end:
                     self._state = _State.ENDED
                 return Step.ECHO
-            if body.body:
-                self._chunks.append(body.body)
-                self.held += len(body.body)
-            return self._collected(end=body.end_of_stream)
+            chunk = body.body  # each look at it makes a copy
+            if chunk:
+                self._chunks.append(chunk)
+                self.held += len(chunk)
+            return self._collected(end=end)
         if kind == "request_trailers":
             if self._state is _State.DECIDED:
                 self._state = _State.ENDED

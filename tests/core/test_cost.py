@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.core.cost import UTILISATION_CEILING, Decayed, PrefillRate, price
+from extproc.core.cost import UTILISATION_CEILING, Fading, PrefillRate, price
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,18 @@ def test_the_price_grows_with_utilisation_and_has_a_ceiling(
     assert price(work_s, window_s=60.0, capacity=capacity, weight=weight) == pytest.approx(expected)
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 100.0)), max_size=20))
-def test_a_decayed_sum_is_the_sum_of_its_decayed_parts(parts: list[tuple[float, float]]) -> None:
-    total, now = Decayed(60.0), 0.0
+@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 100.0), st.booleans()), max_size=20))
+def test_a_fading_sum_is_the_sum_of_its_faded_parts(parts: list[tuple[float, float, bool]]) -> None:
+    fading, total, now = Fading(60.0), 0.0, 5.0
     added = []
-    for gap, amount in parts:
+    for gap, amount, restart in parts:
         now += gap
-        total.add(amount, now=now)
+        if restart:
+            total *= fading.restart(now=now)
+        total += amount * fading.scale(now=now)
         added.append((now, amount))
     expected = sum(amount * math.exp((at - now - 5.0) / 60.0) for at, amount in added)
-    assert total.value(now=now + 5.0) == pytest.approx(expected)
+    assert total / fading.scale(now=now + 5.0) == pytest.approx(expected)
 
 
 def test_the_rate_is_the_configured_one_until_enough_was_seen() -> None:

@@ -169,3 +169,13 @@ def test_a_node_is_idle_only_when_neither_we_nor_its_sample_know_of_work() -> No
     assert not fleet.idle("a", now=9.0)
     reservation.release(first_token_at_s=2.0)
     assert fleet.idle("a", now=9.0)
+
+
+def test_recent_work_fades_over_a_minute_and_never_overflows() -> None:
+    fleet = fleet_of(A, B)
+    for day in range(30):  # e to the power of 1,440 a day
+        fleet.reserve("a", 1000, now=day * 86_400.0)
+        fleet.reserve("b", 1000, now=day * 86_400.0)
+        assert fleet.work_s(now=day * 86_400.0) == pytest.approx({"a": 1.0, "b": 0.5})
+        assert fleet.work_s(now=day * 86_400.0 + 60.0) == pytest.approx({"a": 1 / math.e, "b": 0.5 / math.e})
+        assert fleet.price(now=day * 86_400.0) == pytest.approx(1.0 + 2.0 * (2 / 180) / (1 - 2 / 180))

@@ -178,19 +178,17 @@ def test_each_body_mode_has_the_number_that_envoy_gives_it(mode: ProcessingModeB
 # ---- our replies, as Envoy reads them ----
 
 
-def read_by_envoy(reply: envoy_pb2.ProcessingResponse) -> ext_proc.ProcessingResponse:
-    return ext_proc.ProcessingResponse.parse(reply.SerializeToString())
+def read_by_envoy(reply: bytes) -> ext_proc.ProcessingResponse:
+    return ext_proc.ProcessingResponse.parse(reply)
 
 
 @pytest.mark.parametrize("in_body", [False, True])
 def test_a_route_overwrites_its_headers_removes_the_others_and_hands_over_the_metadata(in_body: bool) -> None:
     reply = read_by_envoy(
-        messages.route_to(
-            {"x-upstream-cluster": "node-1", "x-dest": "10.0.0.1:8000,10.0.0.2:8000"},
-            remove=("x-other",),
-            metadata={"ticket": "t-1", "locality": 0.75},
-            in_body=in_body,
+        messages.mutate(
+            (("x-upstream-cluster", "node-1"), ("x-dest", "10.0.0.1:8000,10.0.0.2:8000")), ("x-other",), in_body
         )
+        + messages.metadata("t-1", 0.75, "node-1", "locality")
     )
     answered, other = (reply.request_body, reply.request_headers)[:: 1 if in_body else -1]
     assert other is None
@@ -211,12 +209,14 @@ def test_a_route_overwrites_its_headers_removes_the_others_and_hands_over_the_me
         core.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
     }
     assert reply.dynamic_metadata is not None
-    assert reply.dynamic_metadata.to_dict() == {"kvaffinity": {"ticket": "t-1", "locality": 0.75}}
+    assert reply.dynamic_metadata.to_dict() == {
+        "kvaffinity": {"ticket": "t-1", "locality": 0.75, "node": "node-1", "reason": "locality"}
+    }
 
 
 @pytest.mark.parametrize("in_body", [False, True])
 def test_passing_on_removes_the_routing_headers_and_chooses_the_route_anew(in_body: bool) -> None:
-    reply = read_by_envoy(messages.route_to({}, remove=("x-a", "x-b"), metadata={}, in_body=in_body))
+    reply = read_by_envoy(messages.mutate((), ("x-a", "x-b"), in_body))
     answered = reply.request_body if in_body else reply.request_headers
     assert answered == (ext_proc.BodyResponse if in_body else ext_proc.HeadersResponse)(
         response=ext_proc.CommonResponse(
@@ -240,7 +240,7 @@ def test_a_rejection_is_an_answer_of_its_own_with_json_and_a_time_to_come_back()
 
 
 def test_letting_headers_and_trailers_go_on_changes_nothing_in_them() -> None:
-    assert read_by_envoy(messages.continue_headers()) == ext_proc.ProcessingResponse(
+    assert read_by_envoy(messages.CONTINUE_HEADERS) == ext_proc.ProcessingResponse(
         request_headers=ext_proc.HeadersResponse()
     )
     assert read_by_envoy(messages.echo_trailers()) == ext_proc.ProcessingResponse(

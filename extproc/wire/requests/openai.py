@@ -27,6 +27,8 @@ def chat_completions(body: Mapping[str, Any]) -> Content:
         if not isinstance(message, dict):
             raise NoContent("a message is not an object")
         parts += (text(message.get("role")), FENCE, _content(message.get("content")), FENCE)
+        if len(message) == 2:
+            continue
         for key in _MESSAGE_REST:
             if message.get(key):
                 parts += (key.encode(), canonical(message[key]), FENCE)
