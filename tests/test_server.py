@@ -809,7 +809,7 @@ async def test_a_duplex_body_that_was_cut_by_the_deadline_comes_back_whole(with_
 
 
 async def test_a_duplex_body_that_drips_loses_nothing_whenever_the_deadline_strikes() -> None:
-    data = chat(PROMPT)[:300]
+    data = chat(prose(200))
     async with running(collect_gap_s=0.002, collect_total_s=0.5, clock=time.monotonic) as server:
 
         async def drip(pause_s: float) -> None:
@@ -827,6 +827,7 @@ async def test_a_duplex_body_that_drips_loses_nothing_whenever_the_deadline_stri
 
         async with asyncio.timeout(20):
             await asyncio.gather(*(drip(0.0005 * (1 + i % 8)) for i in range(40)))
+        assert Cut.COLLECTION_DEADLINE in server.seen.cuts
 
 
 async def test_a_duplex_client_that_leaves_after_the_decision_leaves_nothing_behind() -> None:
