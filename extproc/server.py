@@ -348,7 +348,7 @@ class ExtProc:
         else:
             remove += (settings.destination_header,)
         mutation = messages.mutate(headers, remove, in_body)
-        return mutation + messages.metadata(ticket.id, ticket.locality, decision.node.id, decision.reason)
+        return mutation + messages.metadata(ticket.id, ticket.locality)
 
     def _read(self, exchange: Exchange, phases: Phases) -> _Prompt:
         """From the head to what is to be hashed; _Pass when it is not for us."""

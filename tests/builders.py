@@ -111,6 +111,11 @@ def retries(reply: ProcessingResponse) -> str | None:
     return sets[0] if sets else None
 
 
+def node_of(reply: ProcessingResponse) -> str:
+    """The node that a reply chose; here its cluster is named after it."""
+    return mutated(reply)[CLUSTER].removeprefix("cluster-")
+
+
 def ticket_of(reply: ProcessingResponse) -> str:
     return str(reply.dynamic_metadata["kvaffinity"]["ticket"])
 

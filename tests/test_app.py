@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from builders import CLUSTER, body, chat, headers, mutated, prose, until
+from builders import CLUSTER, body, chat, headers, mutated, node_of, prose, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
@@ -194,10 +194,10 @@ async def test_a_new_configuration_is_taken_without_forgetting_what_is_known(tmp
         if how == "SIGHUP":
             app.process.send_signal(signal.SIGHUP)
         await until(lambda: _has(app, 'kvaffinity_in_flight_requests{node="n3",pool="m"} 0.0'))
-        node = reply.dynamic_metadata["kvaffinity"]["node"]
+        node = node_of(reply)
         assert f'kvaffinity_in_flight_requests{{node="{node}",pool="m"}} 1.0' in await app.page()
         again = await app.ask(chat(PROMPT))
-        assert again.dynamic_metadata["kvaffinity"]["node"] == node
+        assert node_of(again) == node
         assert "configuration reloaded: m on 3 nodes" in app.log()
 
 
@@ -350,7 +350,7 @@ async def test_spans_arrive_over_otlp_under_their_parents_and_without_a_word_of_
         assert (by_envoy.trace_id.hex(), by_envoy.parent_span_id.hex()) == tuple(ENVOY.split("-")[1:3])
         assert (by_client.trace_id.hex(), by_client.parent_span_id.hex()) == tuple(CLIENT.split("-")[1:3])
         said = attributes(by_envoy)
-        assert said["kvaffinity.node"] == first.dynamic_metadata["kvaffinity"]["node"]
+        assert said["kvaffinity.node"] == node_of(first)
         assert said["kvaffinity.reason"] == "cold"
         assert said["kvaffinity.matched_tokens"] == 0
         assert said["kvaffinity.prompt_tokens"] > 900

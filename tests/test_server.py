@@ -125,9 +125,8 @@ async def test_a_decision_sets_its_headers_removes_the_client_s_and_hands_the_ti
         assert dict(reply.dynamic_metadata["kvaffinity"]) == {
             "ticket": ticket.id,
             "locality": 0.0,
-            "node": ranked[0].id,
-            "reason": "cold",
         }
+        assert ticket.decision.reason is Reason.COLD
         assert not common.HasField("body_mutation")
         assert echoed(rest) == (chat(PROMPT) if mode is DUPLEX else b"")
         assert server.seen.causes == []
@@ -167,7 +166,7 @@ async def test_the_next_turn_goes_where_the_last_one_went_and_its_metadata_says_
         server.clock.now_s += 1.0
         second, *_ = await converse(server, mode, chat(PROMPT, "yes", "and then?"))
         assert mutated(first)[CLUSTER] == mutated(second)[CLUSTER]
-        assert second.dynamic_metadata["kvaffinity"]["reason"] == "locality"
+        assert server.seen.tickets[1].decision.reason is Reason.LOCALITY
         assert second.dynamic_metadata["kvaffinity"]["locality"] > 0.9
 
 

@@ -15,6 +15,7 @@ from builders import (
     entry,
     headers,
     mutated,
+    node_of,
     pool_of,
     prose,
     running,
@@ -77,7 +78,7 @@ async def test_each_outcome_is_counted_under_its_name() -> None:
         await server.ask(chat(PROMPT))
         await server.ask(b"{")
         await server.say_on(headers(path="/v1/models", end=True))
-        node = first.dynamic_metadata["kvaffinity"]["node"]
+        node = node_of(first)
         other = {"n1": SECOND, "n2": FIRST}[node]
         await server.log(
             entry(ticket_of(first), served_by={"n1": FIRST, "n2": SECOND}[node]),
@@ -111,10 +112,10 @@ async def test_each_outcome_is_counted_under_its_name() -> None:
 async def test_tokens_that_another_node_holds_are_missed() -> None:
     async with watched({"m": pool_of("n1", "n2")}) as server:
         reply = await server.ask(chat(PROMPT))
-        node = reply.dynamic_metadata["kvaffinity"]["node"]
+        node = node_of(reply)
         server.router.pools["m"].observe(node, LoadSample(server.clock(), waiting=50))
         reply = await server.ask(chat(PROMPT))
-        assert reply.dynamic_metadata["kvaffinity"]["node"] != node
+        assert node_of(reply) != node
         assert value(server, "requests_total", pool="m", reason="headroom") == 1
         assert value(server, "missed_tokens_total", pool="m") > 900
 
@@ -143,7 +144,7 @@ async def test_the_state_of_the_fleet_is_what_it_is_when_the_page_is_asked_for()
         call = server.open()
         await call.write(headers())
         reply = await server.ask(chat(PROMPT))
-        node = reply.dynamic_metadata["kvaffinity"]["node"]
+        node = node_of(reply)
         assert value(server, "in_flight_requests", pool="m", node=node) == 1
         assert value(server, "in_flight_tokens", pool="m", node=node) > 900
         assert value(server, "prefix_blocks", pool="m", node=node) > 50
@@ -228,15 +229,15 @@ async def test_a_span_says_what_was_matched_on_whom_and_why() -> None:
     assert span.attributes is not None
     given = reply.dynamic_metadata["kvaffinity"]
     assert span.attributes["kvaffinity.pool"] == "m"
-    assert span.attributes["kvaffinity.node"] == given["node"]
-    assert span.attributes["kvaffinity.reason"] == given["reason"] == "locality"
+    assert span.attributes["kvaffinity.node"] == node_of(reply)
+    assert span.attributes["kvaffinity.reason"] == "locality"
     assert span.attributes["kvaffinity.locality"] == given["locality"]
     assert span.attributes["kvaffinity.cut"] == ""
     prompt, matched = (span.attributes[f"kvaffinity.{name}_tokens"] for name in ("prompt", "matched"))
     assert given["locality"] == matched / prompt > 0.9
     candidates = [event.attributes for event in span.events if event.name == "kvaffinity.candidate"]
     assert len(candidates) == 3
-    assert candidates[0]["kvaffinity.node"] == given["node"]
+    assert candidates[0]["kvaffinity.node"] == node_of(reply)
     assert [each["kvaffinity.locality"] for each in candidates] == [given["locality"], 0.0, 0.0]
     assert [each["kvaffinity.matched_tokens"] for each in candidates] == [matched, 0, 0]
     assert candidates[0]["kvaffinity.cost_s"] < candidates[1]["kvaffinity.cost_s"]

@@ -35,14 +35,12 @@ def mutate(headers: tuple[tuple[str, str], ...], remove: tuple[str, ...], in_bod
     return response.SerializeToString()
 
 
-def metadata(ticket: str, locality: float, node: str, reason: str) -> bytes:
+def metadata(ticket: str, locality: float) -> bytes:
     """What comes back in the access log. To be put behind a `mutate`: protobuf joins what stands together."""
     response = ProcessingResponse()
     fields = response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields
     fields["ticket"].string_value = ticket
     fields["locality"].number_value = locality
-    fields["node"].string_value = node
-    fields["reason"].string_value = reason
     return response.SerializeToString()
 
 

@@ -188,7 +188,7 @@ def test_a_route_overwrites_its_headers_removes_the_others_and_hands_over_the_me
         messages.mutate(
             (("x-upstream-cluster", "node-1"), ("x-dest", "10.0.0.1:8000,10.0.0.2:8000")), ("x-other",), in_body
         )
-        + messages.metadata("t-1", 0.75, "node-1", "locality")
+        + messages.metadata("t-1", 0.75)
     )
     answered, other = (reply.request_body, reply.request_headers)[:: 1 if in_body else -1]
     assert other is None
@@ -209,9 +209,7 @@ def test_a_route_overwrites_its_headers_removes_the_others_and_hands_over_the_me
         core.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
     }
     assert reply.dynamic_metadata is not None
-    assert reply.dynamic_metadata.to_dict() == {
-        "kvaffinity": {"ticket": "t-1", "locality": 0.75, "node": "node-1", "reason": "locality"}
-    }
+    assert reply.dynamic_metadata.to_dict() == {"kvaffinity": {"ticket": "t-1", "locality": 0.75}}
 
 
 @pytest.mark.parametrize("in_body", [False, True])
