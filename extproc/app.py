@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _PROBE_S = 0.01
 _WATCH_S = 1.0
+_LAST_S = 0.1
 _LAST_SPANS_S = 2.0
 
 
@@ -75,6 +76,7 @@ def settings_of(config: Config, *, salt: int) -> Settings:
     """The server's part of the configuration."""
     server = config.server
     return Settings(
+        max_streams=server.max_streams,
         head_bytes=server.head_bytes,
         max_held_bytes=server.max_held_bytes,
         collect_gap_s=server.collect_gap_s,
@@ -96,7 +98,7 @@ class App:
     """One process: `run` serves until SIGTERM or SIGINT, and returns when everything has ended."""
 
     def __init__(self, config: Config, path: Path | None) -> None:
-        self.config = config
+        self.config = self._started_with = config
         self._path = path
         self._salt = secrets.randbits(64) if config.salt is None else xxh3_64_intdigest(config.salt.encode())
         pools: dict[str, Pool] = {}
@@ -127,7 +129,6 @@ class App:
             health,
             listen=server_config.listen,
             max_message_bytes=server_config.max_message_bytes,
-            max_streams=server_config.max_streams,
         )
         await health.serving(True)
         pages = await self._serve_pages() if server_config.metrics else None
@@ -151,14 +152,15 @@ class App:
         gc.set_threshold(20_000, 20, 20)
         await stop.wait()
         self._ready = False
-        log.info("draining for up to %.0f s", server_config.drain_s)
+        drain_s = self.config.server.drain_s
+        log.info("draining for up to %.0f s", drain_s)
         await health.serving(False)
-        await self._drain(server_config.drain_s)
+        await self._drain(drain_s)
+        await server.stop(_LAST_S)  # an exchange that began just now may end; Envoy's access log never would
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._scraper.close()
-        await server.stop(0)
         if pages is not None:
             await pages.cleanup()
         if self._tracing is not None:
@@ -188,9 +190,9 @@ class App:
             self._scraper.replace(self.router.pools)
         else:
             self._scraper.replace({})
-        fixed = ("listen", "metrics_listen", "metrics", "max_message_bytes", "max_streams")
-        changed = [f"server.{key}" for key in fixed if getattr(config.server, key) != getattr(self.config.server, key)]
-        changed += [key for key in ("salt", "telemetry") if getattr(config, key) != getattr(self.config, key)]
+        fixed, started = ("listen", "metrics_listen", "metrics", "max_message_bytes"), self._started_with
+        changed = [f"server.{key}" for key in fixed if getattr(config.server, key) != getattr(started.server, key)]
+        changed += [key for key in ("salt", "telemetry") if getattr(config, key) != getattr(started, key)]
         self.config = config
         log.info("configuration reloaded: %s", self._describe())
         if changed:
@@ -228,7 +230,9 @@ class App:
 
     async def _serve_pages(self) -> web.AppRunner:
         async def metrics(_: web.Request) -> web.Response:
-            return web.Response(body=self.telemetry.page(), content_type="text/plain", charset="utf-8")
+            # read here, in one step; written elsewhere, since 1,000 nodes make a page of 60 ms
+            page = await asyncio.to_thread(self.telemetry.collect())
+            return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
         async def healthz(_: web.Request) -> web.Response:
             return web.Response(text="ok\n" if self._ready else "not ready\n", status=200 if self._ready else 503)

@@ -12,24 +12,30 @@ import click
 from extproc.config import ConfigError, load
 
 _LABORATORY = {
-    "node": "extproc.lab.node",
-    "demo": "extproc.lab.demo",
-    "bench": "extproc.lab.bench",
+    "bench": ("extproc.lab.bench", "Measure what an ext_proc server adds to a request, and the core alone."),
+    "demo": ("extproc.lab.demo", "Compare round robin and kvaffinity on four simulated nodes."),
+    "node": ("extproc.lab.node", "Run a simulated node: an OpenAI server with a real prefix cache."),
 }
 
 
 class _Commands(click.Group):
     """The laboratory is imported only when one of its commands is called: the server does not need it."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_LABORATORY})
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, command.get_short_help_str(80)) for name, command in self.commands.items()]
+        rows += [(name, text) for name, (_, text) in _LABORATORY.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _LABORATORY:
-            command = getattr(importlib.import_module(_LABORATORY[cmd_name]), cmd_name)
-            assert isinstance(command, click.Command)
-            return command
-        return super().get_command(ctx, cmd_name)
+        if cmd_name not in _LABORATORY:
+            return super().get_command(ctx, cmd_name)
+        try:
+            command = getattr(importlib.import_module(_LABORATORY[cmd_name][0]), cmd_name)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(f"{error.name} is missing: pip install 'kvaffinity[lab]' brings it") from error
+        assert isinstance(command, click.Command)
+        return command
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

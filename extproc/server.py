@@ -28,6 +28,7 @@ from extproc.wire.envoy_pb2 import (
 from extproc.wire.exchange import BodyMode, Exchange, ProtocolError, Step
 from extproc.wire.requests import read, reader_of
 from extproc.wire.requests.content import NoContent
+from extproc.wire.requests.encoding import decode
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Cause(StrEnum):
     ERROR = "error"
     PROTOCOL = "protocol"
     CLIENT_GONE = "client_gone"
+    OVERLOADED = "overloaded"
+    """`max_streams` exchanges were in hand."""
 
 
 class Cut(StrEnum):
@@ -70,6 +73,7 @@ class Cut(StrEnum):
 class Phases:
     """When the steps of one decision ended, on the router's clock; and what cut it short."""
 
+    received_s: float = 0.0
     collected_s: float = 0.0
     parsed_s: float = 0.0
     hashed_s: float = 0.0
@@ -82,6 +86,7 @@ class Phases:
 class Settings:
     """What the server needs of the configuration; replaced whole on reload."""
 
+    max_streams: int
     head_bytes: int
     max_held_bytes: int
     collect_gap_s: float
@@ -146,7 +151,7 @@ class _Prompt:
     pool: str
     tokens: int
     hashers: tuple[BlockHasher, ...]
-    """None: nothing to match. Two: the second makes the blocks of a cut head, under the key of cut heads."""
+    """None of them: nothing to match. Two: the second makes a cut head's blocks under the key of cut heads."""
     until_s: float
     """The decision deadline."""
 
@@ -179,11 +184,15 @@ class ExtProc:
         for a unary one together with the end of the stream, in one step instead of two.
         """
         exchange = Exchange(head_bytes=self.settings.head_bytes)
-        phases = Phases()
+        phases = Phases(received_s=self._clock())
         kept: _KeptReads | None = None
         replied = False
         self.streams += 1
         try:
+            if self.streams > self.settings.max_streams:
+                self._observer.passed(Cause.OVERLOADED)
+                replied = True
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "max_streams exchanges are in hand")
             message = await context.read()
             last: bytes | None = None
             if message is not grpc.aio.EOF:
@@ -193,25 +202,25 @@ class ExtProc:
                 if step is Step.DECIDE or await self._collect(exchange, phases, context, kept, step):
                     phases.collected_s = self._clock()
                     last, ticket = await self._reply(exchange, phases, context)
-                    if kept is not None and exchange.has_body and phases.rejected is False:
+                    replied = True
+                    if kept is not None and exchange.has_body and not phases.rejected:
                         try:
                             await context.write(last)
                         except BaseException:
                             if ticket is not None:  # the reply did not reach Envoy: no access log will name this ticket
                                 self._settle(ticket.id, Outcome(End.CUT), now=self._clock())
                             raise
-                        replied = True
                         last = await self._hand_back(exchange, kept, context)
             if last is None:
                 if not replied:
                     self._observer.passed(Cause.CLIENT_GONE)
-                    replied = True
+                    replied = True  # counted
                 await context.abort(grpc.StatusCode.CANCELLED, "the request ended early")
                 raise AssertionError  # abort does not return
-            replied = True
             return last
         except ProtocolError as error:
-            self._observer.passed(Cause.PROTOCOL)
+            if not replied:
+                self._observer.passed(Cause.PROTOCOL)
             self._log_once("exchange ended: %s", str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise AssertionError from error  # abort does not return
@@ -296,6 +305,7 @@ class ExtProc:
         if in_body and exchange.trailers:  # in place of a body: the headers have gone on, and trailers cannot route
             self._observer.passed(Cause.EMPTY_BODY)
             return messages.echo_trailers(), None
+        routed: Ticket | Rejection | None = None
         try:
             prompt = self._read(exchange, phases)
             while not prompt.advance():
@@ -304,12 +314,16 @@ class ExtProc:
                     phases.cut = Cut.DECISION_DEADLINE
                     break
             routed = self._route(prompt, exchange, phases)
+            if isinstance(routed, Ticket):
+                reply = self._route_to(routed, exchange, in_body=in_body)
         except _Pass as passed:
             self._observer.passed(passed.cause)
             return self._pass_on(exchange, in_body=in_body), None
         except Exception as error:  # a bug of ours must not become the user's
             self._observer.passed(Cause.ERROR)
             self._log_bug("request passed on", error)
+            if isinstance(routed, Ticket):
+                self._settle(routed.id, Outcome(End.CUT), now=self._clock())
             return self._pass_on(exchange, in_body=in_body), None
         if isinstance(routed, Rejection):
             self._observer.passed(Cause.NO_NODE)
@@ -320,7 +334,7 @@ class ExtProc:
             self._observer.routed(routed, exchange, phases, context.invocation_metadata)
         except Exception as error:
             self._log_bug("decision not counted", error)
-        return self._route_to(routed, exchange, in_body=in_body), routed
+        return reply, routed
 
     def _pass_on(self, exchange: Exchange, *, in_body: bool) -> bytes:
         settings = self.settings
@@ -360,28 +374,36 @@ class ExtProc:
             head, cut = exchange.head(), exchange.cut_short
             if not head and not cut:
                 raise _Pass(Cause.EMPTY_BODY)
-            if cut and phases.cut is None:
-                phases.cut = Cut.HEAD_BYTES
             try:
+                if (encoding := exchange.headers.get("content-encoding")) is not None:
+                    head, cut = decode(head, encoding, limit=self.settings.head_bytes, complete=not cut)
                 content = read(reader, head, cut=cut)
             except NoContent as error:
                 if not cut:
                     raise _Pass(Cause.INVALID_BODY) from error
+            if cut and phases.cut is None:
+                phases.cut = Cut.HEAD_BYTES
         phases.parsed_s = self._clock()
         pool, key = self._pool(None if content is None else content.model)
+        serving = self.router.pools.get(pool)
+        if serving is None:
+            raise _Pass(Cause.UNKNOWN_MODEL)
+        # a longer prompt fits no node: whatever a client declares, it is not counted as more work than that
+        most, block_tokens = serving.cache_tokens, serving.block_tokens
         if content is None:
-            return _Prompt(pool, _declared_bytes(exchange) // TOKEN_BYTES, (), phases.parsed_s)
+            return _Prompt(pool, min(_declared_bytes(exchange) // TOKEN_BYTES, most), (), phases.parsed_s)
         settings, data = self.settings, content.data
-        block_tokens = self.router.pools[pool].block_tokens
         seed = xxh3_64_intdigest(f"{key}\0{content.salt}".encode("utf-8", "surrogatepass"), settings.salt)
         hasher = BlockHasher(data, block_tokens=block_tokens, salt=seed)
-        tokens = (len(data) + content.extra_bytes) // TOKEN_BYTES
+        tokens = min((len(data) + content.extra_bytes) // TOKEN_BYTES, most)
         until_s = phases.collected_s + settings.decide_s + settings.decide_s_per_16_kib * len(data) / 16384
         if phases.cut is None:
             return _Prompt(pool, tokens, (hasher,), until_s)
         # tools or model may lie beyond a cut: what it holds is no prefix of the whole, and gets a key space of its own
         apart = BlockHasher(data, block_tokens=block_tokens, salt=seed ^ 1)
-        return _Prompt(pool, max(tokens, _declared_bytes(exchange) // TOKEN_BYTES), (hasher, apart), until_s)
+        # the rest is taken to be like the head: as much prompt, and as many pictures, to the byte
+        seen = max(min(exchange.held, settings.head_bytes), 1)
+        return _Prompt(pool, min(tokens * _declared_bytes(exchange) // seen, most), (hasher, apart), until_s)
 
     def _route(self, prompt: _Prompt, exchange: Exchange, phases: Phases) -> Ticket | Rejection:
         chains = [hasher.chain for hasher in prompt.hashers]
@@ -389,7 +411,8 @@ class ExtProc:
         request = InferenceRequest(
             prompt.pool, prompt.tokens, chains[0] if chains else b"", chains[1] if len(chains) > 1 else None
         )
-        routed = self.router.route(request, now=now, name=exchange.headers.get(messages.NAME_HEADER))
+        name = exchange.headers.get(messages.NAME_HEADER)
+        routed = self.router.route(request, now=now, name=name, received_at_s=phases.received_s)
         if isinstance(routed, Rejection) and not (
             self.settings.reject_when_empty and routed.refusal is Refusal.NO_NODE
         ):
@@ -488,16 +511,13 @@ class Health:
         await self.servicer.set("liveness", health_pb2.HealthCheckResponse.SERVING)
 
 
-def build(
-    ext_proc: ExtProc, health_state: Health, *, listen: str, max_message_bytes: int, max_streams: int
-) -> grpc.aio.Server:
+def build(ext_proc: ExtProc, health_state: Health, *, listen: str, max_message_bytes: int) -> grpc.aio.Server:
     """The server, bound but not started; OSError when it cannot bind."""
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, and must not share the traffic
             ("grpc.max_receive_message_length", max_message_bytes),
         ],
-        maximum_concurrent_rpcs=max_streams,
     )
     process = grpc.stream_unary_rpc_method_handler(  # to Envoy it is the stream it asked for: see ExtProc.process
         ext_proc.process, ProcessingRequest.FromString

@@ -222,6 +222,7 @@ def settings(**changes: Any) -> Settings:
         "destination_header": DESTINATION,
         "set_cluster": True,
         "set_destination": True,
+        "max_streams": 10_000,
         "retry_on": "connect-failure,reset",
         "reject_when_empty": False,
         "pool_of": {"m": "m"},
@@ -311,7 +312,7 @@ async def running(
     ext_proc = ExtProc(router, settings(**changes), seen, clock)
     with tempfile.TemporaryDirectory() as folder:
         listen = f"unix:{Path(folder) / 's'}"
-        server = build(ext_proc, health, listen=listen, max_message_bytes=64 << 20, max_streams=10_000)
+        server = build(ext_proc, health, listen=listen, max_message_bytes=64 << 20)
         await health.serving(True)
         await server.start()
         try:

@@ -37,6 +37,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.core.types import HASH_BYTES, Candidate, Decision, End, InferenceRequest, Reason
 from extproc.server import EXT_PROC, Cause, Cut
+from extproc.wire import messages
 from extproc.wire.envoy_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.wire.exchange import BodyMode
 from extproc.wire.messages import NAME_HEADER
@@ -248,7 +249,7 @@ async def test_a_request_without_a_body_is_passed_on_by_its_headers(mode: BodyMo
 
 
 NOT_OURS = {
-    "unknown path": ("/v1/embeddings", chat(PROMPT), Cause.UNKNOWN_PATH),
+    "unknown path": ("/v1/models", chat(PROMPT), Cause.UNKNOWN_PATH),
     "path within a word": ("/v1/mycompletions", chat(PROMPT), Cause.UNKNOWN_PATH),
     "no path": ("", chat(PROMPT), Cause.UNKNOWN_PATH),
     "empty": (CHAT, b"", Cause.EMPTY_BODY),
@@ -415,7 +416,24 @@ async def test_a_cut_head_counts_as_work_what_the_client_declared() -> None:
     async with running(head_bytes=2000) as server:
         (reply,) = await server.say_on(headers(("content-length", "400000")), body(chat(PROMPT)))
         assert mutated(reply)
-        assert server.seen.tickets[0].request.prompt_tokens == 100_000
+        assert 90_000 < server.seen.tickets[0].request.prompt_tokens <= 100_000
+
+
+@pytest.mark.parametrize("data", [chat(PROMPT), b"x" * 3000], ids=["a prompt", "nothing to read"])
+async def test_no_declared_length_counts_as_more_work_than_a_node_can_hold(data: bytes) -> None:
+    async with running(head_bytes=2000) as server:
+        (reply,) = await server.say_on(headers(("content-length", "99999999999")), body(data))
+        assert mutated(reply)
+        most = server.router.pools["m"].cache_tokens
+        assert server.seen.tickets[0].request.prompt_tokens == most
+
+
+async def test_a_picture_beyond_the_head_counts_for_as_little_as_one_within_it() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 60_000}}
+    data = json.dumps({"model": "m", "messages": [{"role": "user", "content": [picture]}]}).encode()
+    async with running(head_bytes=20_000) as server:
+        await server.say_on(headers(("content-length", str(len(data)))), body(data))
+        assert server.seen.tickets[0].request.prompt_tokens < 100
 
 
 @pytest.mark.parametrize("declared", ["", "-1", "4e3", "9" * 40, "٣", "0x10"])
@@ -882,7 +900,8 @@ async def test_a_stream_that_breaks_the_protocol_ends_with_a_status_that_says_ho
         assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert ended.value.details().startswith(text)
         await server.idle()
-        assert server.seen.causes[-1] is Cause.PROTOCOL
+        # a request that was routed before is not passed on
+        assert server.seen.causes == ([] if server.seen.tickets else [Cause.PROTOCOL])
         assert server.ext_proc.held_bytes == 0
         assert text in caplog.text
 
@@ -1121,3 +1140,29 @@ async def test_health_is_serving_until_the_drain_and_liveness_even_then() -> Non
         await server.health.serving(False)
         assert await states() == {"": not_serving, EXT_PROC: not_serving, "readiness": not_serving, "liveness": serving}
         assert mutated(await server.ask(chat(PROMPT)))
+
+
+async def test_beyond_the_bound_on_exchanges_more_are_refused_and_health_still_answers() -> None:
+    async with running(max_streams=2) as server:
+        held = [server.open() for _ in range(2)]
+        for call in held:
+            await call.write(headers(mode=BUFFERED))
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await server.ask(chat(PROMPT))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert server.seen.causes == [Cause.OVERLOADED]
+        health = await health_pb2_grpc.HealthStub(server.channel).Check(health_pb2.HealthCheckRequest(service=""))
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        for call in held:
+            call.cancel()
+        await server.idle()
+        assert mutated(await server.ask(chat(PROMPT)))
+
+
+async def test_a_reply_that_cannot_be_made_leaves_no_load_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running({"m": pool_of("n1")}) as server:
+        monkeypatch.setattr(messages, "metadata", lambda *_: 1 / 0)
+        assert is_passed_on(await server.ask(chat(PROMPT)))
+        assert server.seen.causes == [Cause.ERROR]
+        assert server.in_flight() == 0

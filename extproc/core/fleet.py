@@ -10,6 +10,9 @@ from typing import NamedTuple
 from extproc.core.cost import Fading, PrefillRate, price
 from extproc.core.types import Candidate, LoadSample, Node, NodeId
 
+_SUSPECT_S, _MAX_SUSPECT_S = 1.0, 30.0
+"""How long a node is avoided after a failure, doubled with each further one."""
+
 _LARGE = 1e100
 """Sums are brought back to size long before they overflow (after four hours)."""
 
@@ -38,6 +41,10 @@ class _Standing:
     work_sum: float = 0.0
     """Work put there, as a sum that fades."""
     sample: LoadSample | None = None
+    failures: int = 0
+    """In a row."""
+    suspect_until_s: float = -math.inf
+    """Requests sent there failed: until then it is avoided."""
 
 
 class Changes(NamedTuple):
@@ -53,9 +60,11 @@ class Reservation(NamedTuple):
     standing: _Standing
     tokens: int
     work_s: float
+    until_s: float
+    """When its prefill is predicted to be done."""
     reserved_s: float
 
-    def release(self, *, first_token_at_s: float | None) -> None:
+    def release(self, *, first_token_at_s: float | None, now: float) -> None:
         """The request is over. None: its prompt was never computed, so that it no longer keeps others waiting.
 
         A first token proves that all that was queued before it is done; what was added since is all that can be left.
@@ -64,10 +73,23 @@ class Reservation(NamedTuple):
         standing.in_flight -= 1
         standing.in_flight_tokens -= self.tokens
         if first_token_at_s is None:
-            standing.busy_until_s -= self.work_s
+            # what has drained meanwhile keeps nobody waiting any more, and is not to be taken off what came after
+            standing.busy_until_s -= min(self.work_s, max(self.until_s - now, 0.0))
         else:
             left_s = standing.reserved_s - self.reserved_s
             standing.busy_until_s = min(standing.busy_until_s, first_token_at_s + left_s)
+
+    def failed(self, *, now: float) -> None:
+        """The node did not answer it: avoid the node for a while, longer each time (a node that fails at once never has
+        anything waiting, and would draw everything)."""
+        standing = self.standing
+        standing.suspect_until_s = now + min(_SUSPECT_S * 2.0**standing.failures, _MAX_SUSPECT_S)
+        standing.failures = min(standing.failures + 1, 16)
+
+    def answered(self) -> None:
+        """The node answered it: it is not avoided any more."""
+        self.standing.failures = 0
+        self.standing.suspect_until_s = -math.inf
 
 
 class Fleet:
@@ -111,18 +133,25 @@ class Fleet:
         """In id order."""
         return tuple(standing.node for standing in self._standings.values())
 
+    def knows(self, node: NodeId) -> bool:
+        """Is there a node of that name?"""
+        return node in self._standings
+
     def observe(self, node: NodeId, sample: LoadSample) -> bool:
         """Take a scrape; True when it shows that the engine was restarted since the last one."""
         standing = self._standings.get(node)
         if standing is None:
             return False
         before, standing.sample = standing.sample, sample
-        return (
+        restarted = (
             before is not None
             and before.started_at_s is not None
             and sample.started_at_s is not None
             and before.started_at_s != sample.started_at_s
         )
+        if restarted:
+            standing.failures, standing.suspect_until_s = 0, -math.inf
+        return restarted
 
     def candidates(
         self, matched: Mapping[NodeId, int], *, block_tokens: int, prompt_tokens: int, now: float
@@ -138,10 +167,13 @@ class Fleet:
             node, wait_s = standing.node, standing.busy_until_s - now
             uncached = prompt_tokens - hit
             kv_usage, age, saturated = 0.0, math.inf, False
+            suspect = standing.suspect_until_s > now
             sample = standing.sample
             if sample is not None:
                 age = now - sample.at_s
-                if age <= limits.stale_after_s:
+                if age > limits.stale_after_s:
+                    suspect = True  # it used to answer scrapes
+                else:
                     waiting = sample.waiting or 0
                     kv_usage = sample.kv_usage or 0.0
                     saturated = waiting >= limits.max_waiting or kv_usage >= limits.max_kv_usage
@@ -159,6 +191,7 @@ class Fleet:
                     kv_usage,
                     age,
                     saturated,
+                    suspect,
                 )
             )
         return tuple(found)
@@ -186,7 +219,7 @@ class Fleet:
         """Put `tokens` of uncached work on `node`."""
         standing = self._standings[node]
         work_s = tokens / (self.rate.tokens_per_s * standing.node.weight)
-        standing.busy_until_s = max(standing.busy_until_s, now) + work_s
+        until_s = standing.busy_until_s = max(standing.busy_until_s, now) + work_s
         standing.reserved_s += work_s
         standing.in_flight += 1
         standing.in_flight_tokens += tokens
@@ -197,7 +230,7 @@ class Fleet:
         standing.work_sum += work_s * scale
         self._work_sum += work_s * standing.node.weight * scale
         self._count_sum += scale
-        return Reservation(standing, tokens, work_s, standing.reserved_s)
+        return Reservation(standing, tokens, work_s, until_s, standing.reserved_s)
 
     def in_flight(self) -> dict[NodeId, tuple[int, int]]:
         """Requests and uncached tokens sent to each node and not settled."""

@@ -21,7 +21,11 @@ _SHARDS = 1024
 """The index is split so that growing one dictionary never stalls the loop: 4 M segments are 4,000 in each."""
 
 _BLOCKS_PER_SEGMENT = 8
-"""A node may hold capacity / 8 segments (at least 64): short scattered prompts cost memory by the segment (0.5 KB)."""
+"""A node is to hold capacity / 8 segments, at least 64: short scattered prompts cost memory by the segment (0.5 KB)."""
+
+_DROPPED_AT_ONCE = 64
+"""Segments beyond that bound go this many at a store: prompts of other nodes may part one node's segments in thousands,
+and dropping all of them at once would stall the loop and empty the node."""
 
 
 @dataclass(slots=True)
@@ -108,7 +112,10 @@ class PrefixMap:
     # ---- reading ----
 
     def match(self, chain: Chain) -> dict[NodeId, int]:
-        """How many leading blocks each node holds; nodes that hold none are absent. Reads only. O(segments + nodes)."""
+        """How many leading blocks each node holds; nodes that hold none are absent. O(segments + nodes).
+
+        Changes nothing but where `store` may begin, when it is given the same chain next.
+        """
         matched: dict[NodeId, int] = {}
         path: list[int] = []
         self._walk = None
@@ -331,8 +338,8 @@ class PrefixMap:
     def _evict(self, holding: _Holding) -> None:
         """Back within the node's bounds: the end of the least recently used segment goes first."""
         order, limit = holding.order, holding.max_segments
-        while holding.blocks > holding.capacity or len(order) > limit:
+        while holding.blocks > holding.capacity:
             oldest = next(iter(order))
-            surplus = holding.blocks - holding.capacity
-            keep = self._held(holding, oldest) - surplus if len(order) <= limit else 0
-            self._trim(holding, oldest, max(0, keep))
+            self._trim(holding, oldest, max(0, self._held(holding, oldest) + holding.capacity - holding.blocks))
+        for _ in range(min(len(order) - limit, _DROPPED_AT_ONCE)):
+            self._drop(holding, next(iter(order)))

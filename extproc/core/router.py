@@ -40,11 +40,16 @@ class Pool:
         changes = self.fleet.replace(nodes)
         for node in changes.removed:
             self.prefix_map.remove_node(node.id)
-        for node in changes.added:
-            self.prefix_map.add_node(node.id, max(1, self.cache_tokens // self.block_tokens))
+        samples = self.fleet.samples()
+        for node in self.fleet.nodes():
+            sample = samples[node.id]
+            if sample is None or sample.cache_tokens is None:
+                self.prefix_map.add_node(node.id, max(1, self.cache_tokens // self.block_tokens))
 
     def observe(self, node: NodeId, sample: LoadSample) -> bool:
-        """Take a scrape; True when the engine was restarted, so that what it held is forgotten."""
+        """Take a scrape; True when the engine was restarted: what it held is forgotten. A stranger's: nothing."""
+        if not self.fleet.knows(node):
+            return False
         restarted = self.fleet.observe(node, sample)
         if restarted:
             self.prefix_map.clear(node)
@@ -57,20 +62,30 @@ class Router:
     """All pools and the tickets that are out. Nothing awaits, so nothing comes between match and reserve."""
 
     def __init__(
-        self, pools: dict[str, Pool], *, ticket_ttl_s: float, ticket_prefix: str, max_tickets: int = 100_000
+        self,
+        pools: dict[str, Pool],
+        *,
+        ticket_ttl_s: float,
+        ticket_prefix: str,
+        max_tickets: int = 100_000,
+        max_chain_bytes: int = 256 << 20,
     ) -> None:
         self.pools = pools
         self.ticket_ttl_s = ticket_ttl_s
         self._max_tickets = max_tickets
+        self._max_chain_bytes = max_chain_bytes
+        self._chain_bytes = 0
         self._prefix = ticket_prefix
         self._count = 0
         self._tickets: OrderedDict[str, tuple[Ticket, Reservation]] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many tickets are out; at most `max_tickets`, beyond it `expire` gives up the oldest."""
+        """How many tickets are out. Beyond `max_tickets`, or `max_chain_bytes`, `expire` gives up the oldest."""
         return len(self._tickets)
 
-    def route(self, request: InferenceRequest, *, now: float, name: str | None = None) -> Ticket | Rejection:
+    def route(
+        self, request: InferenceRequest, *, now: float, name: str | None = None, received_at_s: float | None = None
+    ) -> Ticket | Rejection:
         """Choose a node, put the work on it and record what it will hold. `name`: the ticket's id, if it is new."""
         pool = self.pools.get(request.model)
         if pool is None:
@@ -88,14 +103,15 @@ class Router:
         decision = pool.policy(request, candidates, price=fleet.price(now=now))
         node = decision.node.id
         idle = fleet.idle(node, now=now)
-        reservation = fleet.reserve(node, decision.chosen.uncached_tokens, now=now)
         recorded = request.chain if request.cut_chain is None else request.cut_chain
         stored = prefix_map.store(node, recorded, now=now)
+        reservation = fleet.reserve(node, decision.chosen.uncached_tokens, now=now)
         if name is None or name in self._tickets:
             self._count += 1
             name = f"{self._prefix}{self._count:x}"
-        ticket = Ticket(name, request, decision, stored, now, idle)
+        ticket = Ticket(name, request, decision, stored, now if received_at_s is None else received_at_s, now, idle)
         self._tickets[ticket.id] = (ticket, reservation)
+        self._chain_bytes += len(stored.chain)
         return ticket
 
     def settle(self, ticket_id: str, outcome: Outcome, *, now: float) -> Settled | None:
@@ -103,28 +119,35 @@ class Router:
         entry = self._tickets.pop(ticket_id, None)
         return None if entry is None else self._settle(*entry, outcome, now=now)
 
+    def _full(self) -> bool:
+        return len(self._tickets) > self._max_tickets or self._chain_bytes > self._max_chain_bytes
+
     def expire(self, *, now: float) -> list[Settled]:
         """Settle as LOST what no access log came for within the time limit. To be called about once a second."""
         lost = []
         while self._tickets:
             ticket, reservation = next(iter(self._tickets.values()))
-            if now - ticket.routed_at_s < self.ticket_ttl_s and len(self._tickets) <= self._max_tickets:
+            if now - ticket.routed_at_s < self.ticket_ttl_s and not self._full():
                 break
             del self._tickets[ticket.id]
             lost.append(self._settle(ticket, reservation, Outcome(End.LOST), now=now))
         return lost
 
     def _settle(self, ticket: Ticket, reservation: Reservation, outcome: Outcome, *, now: float) -> Settled:
+        self._chain_bytes -= len(ticket.stored.chain)
         pool = self.pools.get(ticket.request.model)
         node = ticket.decision.node
         elsewhere = _elsewhere(node, outcome, pool)
         # A client that left may have left before or after the prefill: only an answer is proof that it was computed.
         computed = outcome.answered and not elsewhere
         if computed:
-            first_token_at_s = now if outcome.client_ttft_s is None else ticket.routed_at_s + outcome.client_ttft_s
-            reservation.release(first_token_at_s=min(now, first_token_at_s))
+            first_token_at_s = now if outcome.client_ttft_s is None else ticket.received_at_s + outcome.client_ttft_s
+            reservation.release(first_token_at_s=min(now, first_token_at_s), now=now)
+            reservation.answered()
         else:
-            reservation.release(first_token_at_s=None)
+            reservation.release(first_token_at_s=None, now=now)
+            if elsewhere or outcome.end is End.FAILED:
+                reservation.failed(now=now)
         if pool is None:  # a reload took the model away
             return Settled(ticket, outcome, elsewhere)
         if not computed and outcome.end is not End.LOST:

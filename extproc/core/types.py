@@ -32,7 +32,7 @@ class InferenceRequest:
     model: str
     """The pool that serves it (not necessarily the name that the client wrote)."""
     prompt_tokens: int
-    """Tokens of work the prompt may cost; 0 when the prompt is unknown and its size as well."""
+    """Tokens of work the prompt may cost; of a cut head an estimate by the declared length; 0 when neither is known."""
     chain: Chain = b""
     """Full blocks only. Empty: nothing to match, the request is routed to the least predicted wait."""
     cut_chain: Chain | None = None
@@ -72,6 +72,9 @@ class Candidate(NamedTuple):
     sample_age_s: float
     """Infinity where there is no sample."""
     saturated: bool
+    """Its engine says that it is full."""
+    suspect: bool
+    """What was sent there lately failed, or it stopped answering scrapes."""
 
 
 class Reason(StrEnum):
@@ -125,6 +128,8 @@ class Ticket:
     request: InferenceRequest
     decision: Decision
     stored: Stored
+    received_at_s: float
+    """When its headers came; Envoy's time to first token begins about there."""
     routed_at_s: float
     idle: bool
     """The node had nothing to do when this was sent: its TTFT tells the prefill rate."""

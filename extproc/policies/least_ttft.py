@@ -13,9 +13,9 @@ class LeastTtft:
     """cost = wait_s + price * prefill_s, among the nodes inside the load envelope.
 
     The envelope leaves out a node whose predicted wait exceeds `load_bound` times the fleet's mean by more than
-    `load_slack_s`, and one that is saturated, while another is inside. Costs within `margin_s` plus `margin_ratio` of
-    the least count as equal: then the node with more headroom wins (shorter wait, fewer requests in flight, less
-    recent work, lower KV usage), and the fresher sample last.
+    `load_slack_s`, one that is saturated, and one that is suspect, while another is inside. Costs within `margin_s`
+    plus `margin_ratio` of the least count as equal: then the node with more headroom wins (shorter wait, fewer requests
+    in flight, less recent work, lower KV usage), and the fresher sample last.
     """
 
     load_bound: float = 1.25
@@ -30,9 +30,10 @@ class LeastTtft:
             wait_s += each.wait_s
             best_matched = max(best_matched, each.matched_tokens)
         limit_s = self.load_bound * wait_s / len(candidates) + self.load_slack_s
-        inside = [each for each in candidates if each.wait_s <= limit_s and not each.saturated]
+        inside = [each for each in candidates if each.wait_s <= limit_s and not each.saturated and not each.suspect]
         if not inside:
-            inside = [each for each in candidates if not each.saturated] or list(candidates)
+            alive = [each for each in candidates if not each.suspect] or list(candidates)
+            inside = [each for each in alive if not each.saturated] or alive
         costs = [each.wait_s + price * each.prefill_s for each in inside]
         least = min(costs)
         bound = least + self.margin_s + self.margin_ratio * least
@@ -55,7 +56,7 @@ class LeastTtft:
         found = [inside[i] for i in cheapest if inside[i] is not chosen]
         if len(found) < self.fallbacks:
             outside = [each for each in candidates if each is not chosen and each not in found]
-            found += sorted(outside, key=lambda each: each.wait_s)
+            found += sorted(outside, key=lambda each: (each.suspect, each.wait_s))
         return found[: self.fallbacks]
 
 

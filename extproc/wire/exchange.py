@@ -10,7 +10,7 @@ from extproc.wire.messages import NAME_HEADER
 _Mode = ProtocolConfiguration
 
 
-HEADERS = frozenset((":path", "content-length", NAME_HEADER, "traceparent", "tracestate"))
+HEADERS = frozenset((":path", "content-encoding", "content-length", NAME_HEADER, "traceparent", "tracestate"))
 """The request headers that anyone reads; the others, credentials among them, are never taken off the message."""
 
 

@@ -64,15 +64,49 @@ def test_work_that_was_never_computed_no_longer_keeps_others_waiting() -> None:
     fleet = fleet_of(A)
     fleet.reserve("a", 1000, now=0.0)
     failed = fleet.reserve("a", 3000, now=0.0)
-    failed.release(first_token_at_s=None)
+    failed.release(first_token_at_s=None, now=0.0)
     assert seen(fleet, now=0.0)["a"].wait_s == pytest.approx(1.0)
+
+
+def test_work_that_has_drained_is_not_taken_off_what_came_after() -> None:
+    fleet = fleet_of(A)
+    lost = fleet.reserve("a", 10_000, now=0.0)
+    fleet.reserve("a", 5_000, now=599.0)
+    lost.release(first_token_at_s=None, now=600.0)
+    assert seen(fleet, now=600.0)["a"].wait_s == pytest.approx(4.0)
+
+
+def test_a_node_that_fails_is_suspect_for_longer_each_time_until_it_answers_or_restarts() -> None:
+    fleet = fleet_of(A)
+    now = 0.0
+    for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        fleet.reserve("a", 100, now=now).failed(now=now)
+        assert seen(fleet, now=now + seconds - 0.01)["a"].suspect
+        assert not seen(fleet, now=now + seconds)["a"].suspect
+        now += seconds
+    reservation = fleet.reserve("a", 100, now=now)
+    reservation.failed(now=now)
+    reservation.answered()
+    assert not seen(fleet, now=now)["a"].suspect
+    fleet.observe("a", LoadSample(now, started_at_s=1.0))
+    reservation.failed(now=now)
+    assert seen(fleet, now=now)["a"].suspect
+    fleet.observe("a", LoadSample(now, started_at_s=2.0))
+    assert not seen(fleet, now=now)["a"].suspect
+
+
+def test_a_node_that_stopped_answering_scrapes_is_suspect_and_one_that_never_did_is_not() -> None:
+    fleet = fleet_of(A, B)
+    fleet.observe("a", LoadSample(0.0))
+    assert [each.suspect for each in seen(fleet, now=5.0).values()] == [False, False]
+    assert [each.suspect for each in seen(fleet, now=5.1).values()] == [True, False]
 
 
 def test_a_first_token_proves_that_all_before_it_is_done() -> None:
     fleet = fleet_of(A)
     first = fleet.reserve("a", 10_000, now=0.0)
     fleet.reserve("a", 2_000, now=0.5)
-    first.release(first_token_at_s=1.0)  # nine seconds sooner than predicted
+    first.release(first_token_at_s=1.0, now=1.0)  # nine seconds sooner than predicted
     assert seen(fleet, now=1.0)["a"].wait_s == pytest.approx(2.0)
 
 
@@ -83,7 +117,7 @@ def test_in_flight_is_nothing_again_when_everything_is_released(work: list[tuple
     for i, (node, tokens, computed) in enumerate(work):
         out.append((fleet.reserve(node, tokens, now=float(i)), computed))
     for i, (reservation, computed) in enumerate(reversed(out)):
-        reservation.release(first_token_at_s=float(i) if computed else None)
+        reservation.release(first_token_at_s=float(i) if computed else None, now=float(i))
         assert all(requests >= 0 and tokens >= 0 for requests, tokens in fleet.in_flight().values())
     assert fleet.in_flight() == {"a": (0, 0), "b": (0, 0)}
 
@@ -95,7 +129,7 @@ def test_a_node_that_flaps_under_load_starts_anew_and_never_goes_below_zero() ->
         fleet.replace([B])
         fleet.replace([A, B])
         assert fleet.in_flight()["a"] == (0, 0)
-        reservation.release(first_token_at_s=None)
+        reservation.release(first_token_at_s=None, now=float(i))
         assert fleet.in_flight()["a"] == (0, 0)
         assert seen(fleet, now=float(i))["a"].wait_s == 0.0
 
@@ -167,7 +201,7 @@ def test_a_node_is_idle_only_when_neither_we_nor_its_sample_know_of_work() -> No
     fleet.observe("a", LoadSample(1.0, waiting=0, running=0))
     reservation = fleet.reserve("a", 10, now=1.0)
     assert not fleet.idle("a", now=9.0)
-    reservation.release(first_token_at_s=2.0)
+    reservation.release(first_token_at_s=2.0, now=2.0)
     assert fleet.idle("a", now=9.0)
 
 

@@ -154,6 +154,52 @@ def test_who_answered_is_told_by_address_and_by_exclusion(
     assert settled.retried_elsewhere is elsewhere
 
 
+def test_a_dead_node_is_no_magnet() -> None:
+    router = router_of(4, cache_tokens=10_000_000)
+    counts = dict.fromkeys(("n0", "n1", "n2", "n3"), 0)
+    for i in range(1000):
+        now = i * 0.04
+        ticket = routed(router, prompt("0123456789" * 4, salt=i + 1), now=now)
+        counts[ticket.decision.node.id] += 1
+        if ticket.decision.node.id == "n0":  # refuses; the retry goes to the next choice
+            other = ticket.decision.ranked[1].node.address
+            router.settle(ticket.id, Outcome(End.SERVED, other, True, 0.1, attempts=2), now=now + 0.1)
+        else:
+            router.settle(ticket.id, served(ticket), now=now + 0.1)
+    assert counts["n0"] <= 20
+    assert min(counts["n1"], counts["n2"], counts["n3"]) >= 250
+
+
+def test_a_client_that_leaves_makes_no_node_suspect() -> None:
+    router = router_of(2)
+    for i in range(10):
+        ticket = routed(router, prompt("a" * 40), now=float(i))
+        router.settle(ticket.id, Outcome(End.CUT), now=i + 0.1)
+    candidates = router.pools["m"].fleet.candidates({}, block_tokens=BLOCK, prompt_tokens=1, now=10.0)
+    assert not any(each.suspect for each in candidates)
+
+
+def test_tickets_are_bounded_by_the_bytes_of_their_blocks_as_well() -> None:
+    fleet = Fleet(PrefillRate(1000.0), limits=LoadLimits(), price_weight=2.0)
+    pool = Pool(fleet, PrefixMap(), LeastTtft(), BLOCK, 100_000)
+    pool.replace(nodes(2))
+    router = Router({"m": pool}, ticket_ttl_s=600.0, ticket_prefix="t", max_chain_bytes=1000)
+    for i in range(50):
+        routed(router, prompt("a" * 40, salt=i + 1), now=float(i))  # ten blocks: 80 bytes
+        router.expire(now=float(i))
+    assert len(router) == 12
+
+
+def test_the_time_to_first_token_is_counted_from_when_the_request_came() -> None:
+    router = router_of(1)
+    ticket = router.route(prompt("a" * 4000), now=2.0, received_at_s=1.0)
+    assert isinstance(ticket, Ticket)
+    router.route(prompt("b" * 1000), now=2.5)
+    router.settle(ticket.id, served(ticket), now=2.6)  # its first token came at 1.1
+    (candidate,) = router.pools["m"].fleet.candidates({}, block_tokens=BLOCK, prompt_tokens=1, now=2.6)
+    assert candidate.wait_s == 0.0
+
+
 def test_without_an_access_log_the_load_is_released_after_the_time_limit() -> None:
     router = router_of(2, ttl_s=60.0)
     for i in range(3):
@@ -210,6 +256,25 @@ def test_the_map_follows_the_cache_size_that_the_engine_tells() -> None:
     routed(router, prompt("a" * 400), now=1.0)
     router.pools["m"].observe("n0", LoadSample(2.0, cache_tokens=40))
     assert router.pools["m"].prefix_map.blocks("n0") == 10
+
+
+def test_a_changed_cache_size_holds_for_nodes_that_do_not_say_theirs() -> None:
+    router = router_of(2)
+    pool = router.pools["m"]
+    pool.observe("n1", LoadSample(0.0, cache_tokens=4000))
+    for i in range(4):
+        routed(router, prompt("a" * 2000, salt=i + 1), now=10.0 * i)
+    pool.cache_tokens = 400
+    pool.replace(nodes(2))
+    assert pool.prefix_map.blocks("n0") == 100
+    assert pool.prefix_map.blocks("n1") > 100
+
+
+def test_a_sample_of_a_stranger_changes_nothing() -> None:
+    router = router_of(1)
+    assert router.pools["m"].observe("gone", LoadSample(0.0, cache_tokens=40)) is False
+    with pytest.raises(KeyError):
+        router.pools["m"].prefix_map.blocks("gone")
 
 
 def test_a_node_that_left_and_its_tickets_leave_nothing_behind() -> None:

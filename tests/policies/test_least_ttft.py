@@ -22,11 +22,14 @@ def node(
     usage: float = 0.0,
     age: float = 0.1,
     saturated: bool = False,
+    suspect: bool = False,
 ) -> Candidate:
     """A node of 1,000 tokens/s for a prompt of 1,000 tokens."""
     uncached = 1000 - matched
     where = Node(name, f"{name}:80", name)
-    return Candidate(where, matched, uncached, wait_s, uncached / 1000.0, in_flight, recent, usage, age, saturated)
+    return Candidate(
+        where, matched, uncached, wait_s, uncached / 1000.0, in_flight, recent, usage, age, saturated, suspect
+    )
 
 
 CASES = {
@@ -64,6 +67,18 @@ CASES = {
     ),
     "when all are saturated the least bad is taken": (
         [node("a", saturated=True), node("b", matched=900, saturated=True)],
+        1.0,
+        "b",
+        "locality",
+    ),
+    "a suspect node is left out while another is not, saturated or not": (
+        [node("a", saturated=True), node("b", matched=999, suspect=True)],
+        1.0,
+        "a",
+        "headroom",
+    ),
+    "when all are suspect the best is taken": (
+        [node("a", suspect=True), node("b", matched=900, suspect=True)],
         1.0,
         "b",
         "locality",
@@ -114,6 +129,7 @@ candidates_of_any_kind = st.lists(
         wait_s=st.floats(0, 100),
         in_flight=st.integers(0, 99),
         saturated=st.booleans(),
+        suspect=st.booleans(),
         age=st.floats(0, 1e9) | st.just(float("inf")),
     ),
     min_size=1,
@@ -131,5 +147,7 @@ def test_any_fleet_gets_a_choice_and_different_nodes_to_fall_back_to(
     )
     assert set(decision.ranked) <= set(candidates)
     assert decision.best_matched_tokens == max(each.matched_tokens for each in candidates)
-    if any(not each.saturated for each in candidates):
+    if any(not each.suspect for each in candidates):
+        assert not decision.chosen.suspect
+    if any(not each.suspect and not each.saturated for each in candidates):
         assert not decision.chosen.saturated

@@ -7,7 +7,7 @@ from typing import Any
 
 import jiter
 
-from extproc.wire.requests import openai
+from extproc.wire.requests import anthropic, generate, llamacpp, ollama, openai, pooling, responses, vllm
 from extproc.wire.requests.content import Content, NoContent
 
 Reader = Callable[[Mapping[str, Any]], Content]
@@ -15,8 +15,24 @@ Reader = Callable[[Mapping[str, Any]], Content]
 READERS: dict[str, Reader] = {
     "/chat/completions": openai.chat_completions,
     "/completions": openai.completions,
+    "/responses": responses.responses,
+    "/v1/messages": anthropic.messages,
+    "/v1/messages/count_tokens": anthropic.count_tokens,
+    "/embeddings": pooling.pooling,
+    "/pooling": pooling.pooling,
+    "/score": pooling.pooling,
+    "/rerank": pooling.pooling,
+    "/classify": pooling.pooling,
+    "/inference/v1/generate": vllm.generate,
+    "/tokenize": vllm.tokenize,
+    "/api/chat": ollama.chat,
+    "/api/generate": ollama.generate,
+    "/generate": generate.generate,
+    "/completion": llamacpp.completion,
 }
-"""By the end of the path, so that prefixes do not matter; the longest comes first."""
+"""By the end of the path, so that prefixes do not matter; of two that fit, the longer comes first."""
+
+_BOM = b"\xef\xbb\xbf"
 
 
 def reader_of(path: str) -> Reader | None:
@@ -29,7 +45,12 @@ def reader_of(path: str) -> Reader | None:
 
 
 def read(reader: Reader, head: bytes, *, cut: bool) -> Content:
-    """The content of a body, or of the head of one. NoContent says why there is none."""
+    """The content of a body, or of the head of one. NoContent says why there is none.
+
+    JSON is UTF-8 here; a byte order mark is passed over, UTF-16 and UTF-32 are not read.
+    """
+    if head.startswith(_BOM):
+        head = head[len(_BOM) :]
     try:
         # no cache: it would keep short strings of a prompt alive after the request
         body = jiter.from_json(head, cache_mode="none", partial_mode="trailing-strings" if cut else False)

@@ -2,66 +2,55 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from xxhash import xxh3_128_digest
+from extproc.wire.requests.content import FENCE, Content, content_of, conversation, front, prompts, size, text
 
-from extproc.wire.requests.content import FENCE, Content, NoContent, canonical, name, text
+_FRONT = frozenset(
+    (
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "functions",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "reasoning_effort",
+        "tools",
+        "truncate_prompt_tokens",
+    )
+)
 
-_MESSAGE_REST = ("name", "tool_calls", "tool_call_id", "refusal", "reasoning_content")
-"""What a message carries beside role and content that a chat template may render."""
+_APART = frozenset(("add_special_tokens", "truncate_prompt_tokens"))
+
+_EMBEDS_BYTES = 2048
+"""Of base64 for a byte of text: a token of text has 4 bytes, one of embeddings 8 KiB (3,072 values of 16 bits)."""
 
 
 def chat_completions(body: Mapping[str, Any]) -> Content:
-    """Tools first, as most templates render them, then role and text of each message."""
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        raise NoContent("messages is not a list")
-    parts: list[bytes] = []
-    for key in ("tools", "functions"):
-        if body.get(key):
-            parts += (canonical(body[key]), FENCE)
-    for message in messages:
-        if not isinstance(message, dict):
-            raise NoContent("a message is not an object")
-        parts += (text(message.get("role")), FENCE, _content(message.get("content")), FENCE)
-        if len(message) == 2:
-            continue
-        for key in _MESSAGE_REST:
-            if message.get(key):
-                parts += (key.encode(), canonical(message[key]), FENCE)
-    return Content(name(body.get("model")), name(body.get("cache_salt")) or "", b"".join(parts))
+    """What the template may render before the messages, tools among it, then role and text of each message.
 
-
-def _content(value: Any) -> bytes:
-    """A string, or a list of parts: text parts are joined, an image stands there by the hash of what it is."""
-    if isinstance(value, list):
-        return b"".join(
-            text(part.get("text"))
-            if isinstance(part, dict) and part.get("type") == "text"
-            else FENCE + xxh3_128_digest(canonical(part))
-            for part in value
-        )
-    return text(value)
+    With `continue_final_message` the last message stays open. Left out is what only steers sampling or the answer's
+    form; and `tool_choice`: by default vLLM 0.32 renders the tools all the same (but for Kimi K3), and agents set it
+    for single turns of conversations that they go on with.
+    """
+    parts = front(body, _FRONT)
+    parts += conversation(body.get("messages"))
+    if parts and body.get("continue_final_message"):
+        parts.pop()
+    return content_of(body, b"".join(parts))
 
 
 def completions(body: Mapping[str, Any]) -> Content:
-    """A string, token ids, or a list of either: the first decides, all count as work."""
-    prompt = body.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
-    datas = [_prompt(each) for each in prompts]
-    model, salt = name(body.get("model")), name(body.get("cache_salt")) or ""
-    return Content(model, salt, datas[0], sum(map(len, datas[1:])))
+    """A string, token ids, or a list of either: the first decides, all count as work.
 
-
-def _prompt(value: Any) -> bytes:
-    if isinstance(value, str):
-        return text(value)
-    if isinstance(value, list):
-        try:
-            return array("I", value).tobytes()
-        except (TypeError, OverflowError) as error:
-            raise NoContent("a prompt is neither text nor token ids") from error
-    raise NoContent("no prompt")
+    A suffix follows the prompt, as in vLLM's rendering. `prompt_embeds` have no text to match: load only. What changes
+    the tokens of the same text (`add_special_tokens`, truncation) keeps it apart.
+    """
+    if embeds := body.get("prompt_embeds"):
+        return content_of(body, b"", size(embeds) // _EMBEDS_BYTES + size(body.get("prompt")))
+    first, *others = prompts(body.get("prompt"))
+    if suffix := body.get("suffix"):
+        first, *others = (prompt + FENCE + text(suffix) for prompt in (first, *others))
+    return content_of(body, first, sum(map(len, others)), apart=_APART)
