@@ -66,3 +66,7 @@ def test_the_example_can_be_used() -> None:
     assert example is not None
     config = parse(re.sub(r"^   ", "", example[1], flags=re.MULTILINE))
     assert len(config.models[0].nodes) == 2
+
+
+def test_nothing_in_it_is_left_to_be_filled_in() -> None:
+    assert "<!--" not in README.read_text(encoding="utf-8")
