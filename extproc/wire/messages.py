@@ -26,7 +26,7 @@ _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 @lru_cache(maxsize=4096)
 def mutate(headers: tuple[tuple[str, str], ...], remove: tuple[str, ...], in_body: bool) -> bytes:
     """Set `headers`, remove those named in `remove`, choose the route anew. `in_body`: the reply answers the body
-    (BUFFERED), not the headers. There are about as many different ones as there are nodes, so they are kept."""
+    (BUFFERED), not the headers. The last 4,096 different ones are kept: one a node, or one a list of nodes."""
     response = ProcessingResponse()
     common = (response.request_body if in_body else response.request_headers).response
     _set(common.header_mutation, headers)
