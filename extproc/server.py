@@ -457,16 +457,16 @@ class ExtProc:
         """Settle the ticket of each finished request."""
         while (message := await context.read()) is not grpc.aio.EOF:
             now = self._clock()
-            for ticket_id, certain, outcome in access_log.outcomes(message):
-                self._settle(ticket_id, outcome, now=now, certain=certain)
+            for ticket_id, outcome in access_log.outcomes(message):
+                self._settle(ticket_id, outcome, now=now)
         return StreamAccessLogsResponse()
 
-    def _settle(self, ticket_id: str, outcome: Outcome, *, now: float, certain: bool = True) -> None:
+    def _settle(self, ticket_id: str, outcome: Outcome, *, now: float) -> None:
         try:
             settled = self.router.settle(ticket_id, outcome, now=now)
             if settled is not None:
                 self._observer.settled(settled)
-            elif certain:
+            elif outcome.routed:
                 self._observer.unknown_ticket()
         except Exception as error:  # the rest of the batch is not to blame
             self._log_bug("outcome not counted", error)

@@ -146,7 +146,7 @@ class Router:
             reservation.answered()
         else:
             reservation.release(first_token_at_s=None, now=now)
-            if elsewhere or outcome.end is End.FAILED:
+            if outcome.routed and (elsewhere or outcome.end is End.FAILED):
                 reservation.failed(now=now)
         if pool is None:  # a reload took the model away
             return Settled(ticket, outcome, elsewhere)
@@ -158,7 +158,7 @@ class Router:
                     pool.prefix_map.store(other.id, ticket.stored.chain, now=now)
         if ticket.idle and computed and outcome.end is End.SERVED and outcome.engine_ttft_s is not None:
             pool.fleet.rate.observe(ticket.decision.chosen.uncached_tokens, outcome.engine_ttft_s * node.weight)
-        return Settled(ticket, outcome, elsewhere)
+        return Settled(ticket, outcome, elsewhere and outcome.routed)
 
 
 def _elsewhere(node: Node, outcome: Outcome, pool: Pool | None) -> bool:

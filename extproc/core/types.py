@@ -181,6 +181,8 @@ class Outcome:
     """From the last byte sent upstream to the first body byte; streaming answers only."""
     total_s: float | None = None
     attempts: int = 1
+    routed: bool = True
+    """Envoy had our decision. False: it came too late, or not at all, and where the request went tells nothing of it."""
 
 
 class Settled(NamedTuple):

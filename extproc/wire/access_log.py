@@ -14,11 +14,11 @@ NAME_TAG = "request"
 CONTENT_TYPE_TAG = "content_type"
 
 
-def outcomes(message: StreamAccessLogsMessage) -> Iterator[tuple[str, bool, Outcome]]:
-    """(ticket id, certain, outcome) of each finished request that has a ticket of ours, or may have one.
+def outcomes(message: StreamAccessLogsMessage) -> Iterator[tuple[str, Outcome]]:
+    """(ticket id, outcome) of each finished request that has a ticket of ours, or may have one.
 
-    Certain: the ticket came back as metadata. Where our reply came too late to take effect there is only Envoy's name
-    of the request, which is the ticket's id if there is a ticket.
+    A reply that took effect left the ticket in the metadata. Where it came too late there is only Envoy's name of the
+    request, which is the ticket's id if there is a ticket: such an outcome is not `routed`.
     """
     for entry in message.http_logs.log_entry:
         common = entry.common_properties
@@ -28,12 +28,12 @@ def outcomes(message: StreamAccessLogsMessage) -> Iterator[tuple[str, bool, Outc
         # reading a missing key of a protobuf map would add it
         ours = fields[METADATA_NAMESPACE].fields if METADATA_NAMESPACE in fields else {}
         if "ticket" in ours:
-            yield ours["ticket"].string_value, True, _outcome(entry)
+            yield ours["ticket"].string_value, _outcome(entry, routed=True)
         elif name := common.custom_tags.get(NAME_TAG):
-            yield name, False, _outcome(entry)
+            yield name, _outcome(entry, routed=False)
 
 
-def _outcome(entry: HttpAccessLogEntry) -> Outcome:
+def _outcome(entry: HttpAccessLogEntry, *, routed: bool) -> Outcome:
     common = entry.common_properties
     flags, tags = common.response_flags, common.custom_tags
     code = entry.response.response_code.value
@@ -55,6 +55,7 @@ def _outcome(entry: HttpAccessLogEntry) -> Outcome:
         engine_ttft_s=_seconds(tags.get(ENGINE_TTFT_TAG)) if streamed else None,
         total_s=common.duration.ToNanoseconds() / 1e9 if common.HasField("duration") else None,
         attempts=max(1, common.upstream_request_attempt_count),
+        routed=routed,
     )
 
 

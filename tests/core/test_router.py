@@ -129,6 +129,19 @@ def test_an_answer_from_another_node_moves_the_prefix_there() -> None:
     assert (again.node.id, again.reason) == (other.id, Reason.LOCALITY)
 
 
+@pytest.mark.parametrize("end", [End.SERVED, End.FAILED])
+def test_a_decision_that_came_too_late_says_nothing_against_its_node(end: End) -> None:
+    router = router_of(2)
+    first = routed(router, prompt("a" * 400), now=1.0)
+    home, other = first.decision.node, next(node for node in nodes(2) if node.id != first.decision.node.id)
+    router.settle(first.id, Outcome(End.SERVED, home.address, True, 0.1), now=1.5)
+    late = routed(router, prompt("a" * 400), now=2.0)
+    settled = router.settle(late.id, Outcome(end, other.address, end is End.SERVED, 0.1, routed=False), now=2.5)
+    assert settled is not None
+    assert not settled.retried_elsewhere
+    assert not any(each.suspect for each in routed(router, prompt("b" * 400), now=2.6).decision.ranked)
+
+
 @pytest.mark.parametrize(
     ("address", "served_by", "attempts", "elsewhere"),
     [

@@ -323,7 +323,7 @@ def logged(
     )
 
 
-def outcomes(*entries: accesslog.HttpAccessLogEntry) -> list[tuple[str, bool, Outcome]]:
+def outcomes(*entries: accesslog.HttpAccessLogEntry) -> list[tuple[str, Outcome]]:
     sent = accesslog_service.StreamAccessLogsMessage(
         identifier=accesslog_service.StreamAccessLogsMessageIdentifier(log_name="kvaffinity"),
         http_logs=accesslog_service.StreamAccessLogsMessageHttpAccessLogEntries(log_entry=list(entries)),
@@ -359,7 +359,7 @@ REFUSED = accesslog.ResponseFlags(upstream_connection_failure=True)
 def test_an_entry_of_the_access_log_says_how_the_request_ended(
     entry: accesslog.HttpAccessLogEntry, expected: Outcome
 ) -> None:
-    assert outcomes(entry) == [("t-1", True, expected)]
+    assert outcomes(entry) == [("t-1", expected)]
 
 
 def test_entries_without_a_ticket_of_ours_are_none_of_our_business() -> None:
@@ -370,9 +370,10 @@ def test_entries_without_a_ticket_of_ours_are_none_of_our_business() -> None:
 
 def test_where_the_reply_came_too_late_envoys_name_of_the_request_may_be_a_ticket() -> None:
     left = logged(tags={**NOTHING, "request": "name-1"}, namespace="envoy.rival", flags=LEFT, code=0, address=None)
-    assert outcomes(left) == [("name-1", False, Outcome(End.CUT, None, False, None, None, 1.25))]
+    assert outcomes(left) == [("name-1", Outcome(End.CUT, None, False, None, None, 1.25, routed=False))]
     both = logged(tags={**STREAMED, "request": "name-1"})
-    assert outcomes(both)[0][:2] == ("t-1", True)
+    ((ticket, outcome),) = outcomes(both)
+    assert (ticket, outcome.routed) == ("t-1", True)
 
 
 def test_an_entry_of_a_request_that_still_runs_settles_nothing() -> None:
