@@ -182,7 +182,7 @@ class Outcome:
     total_s: float | None = None
     attempts: int = 1
     routed: bool = True
-    """Envoy had our decision. False: it came too late, or not at all, and where the request went tells nothing of it."""
+    """Envoy had our decision; where it came too late, where the request went says nothing about it."""
 
 
 class Settled(NamedTuple):

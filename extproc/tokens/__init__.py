@@ -1,0 +1,1 @@
+"""Prompts to token ids and block hashes, as the engine has them."""
