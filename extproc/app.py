@@ -8,9 +8,12 @@ import logging
 import random
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 from aiohttp import web
@@ -20,18 +23,26 @@ from xxhash import xxh3_64_intdigest
 from extproc.config import Config, ConfigError, ModelConfig, load, traces_wanted
 from extproc.core.cost import PrefillRate
 from extproc.core.fleet import Fleet, LoadLimits
-from extproc.core.prefix_map import PrefixMap
-from extproc.core.router import Pool, Router
+from extproc.core.pool import Pool
+from extproc.core.router import Router
 from extproc.core.types import Node
+from extproc.listening import Health, build
+from extproc.models import Models
 from extproc.policies.least_ttft import LeastTtft
-from extproc.server import ExtProc, Health, Settings, build
+from extproc.reading import Reader, ReadingSettings
+from extproc.server import ExtProc, Settings
 from extproc.sources.scraper import Scraper, ScrapeSettings
 from extproc.telemetry import Telemetry, span_exporting
+from extproc.tokens.memo import Memo
+from extproc.wire.exchange import HEADERS
 
 log = logging.getLogger(__name__)
 
 _PROBE_S = 0.01
+_SWITCH_S = 0.0005
 _WATCH_S = 1.0
+_LOAD_S = 60.0
+"""To load tokenizers before the first request; those that take longer are missing until they are there."""
 _LAST_S = 0.1
 _LAST_SPANS_S = 2.0
 
@@ -56,13 +67,14 @@ def apply_pools(pools: dict[str, Pool], config: Config) -> None:
         del pools[name]
     for model in config.models:
         pool = pools.get(model.name)
-        if pool is None or pool.block_tokens != model.block_tokens:
+        exact = model.tokenizer is not None
+        if pool is None or (pool.block_tokens, pool.exact) != (model.block_tokens, exact):
             fleet = Fleet(
                 PrefillRate(model.prefill_tokens_per_s),
                 limits=_limits(config),
                 price_weight=config.policy.price_weight,
             )
-            pool = pools[model.name] = Pool(fleet, PrefixMap(), _policy(config), model.block_tokens, model.cache_tokens)
+            pool = pools[model.name] = Pool(fleet, _policy(config), model.block_tokens, model.cache_tokens, exact)
         pool.policy = _policy(config)
         pool.cache_tokens = model.cache_tokens
         pool.fleet.limits = _limits(config)
@@ -72,25 +84,38 @@ def apply_pools(pools: dict[str, Pool], config: Config) -> None:
         pool.replace(_nodes(model))
 
 
-def settings_of(config: Config, *, salt: int) -> Settings:
+def settings_of(config: Config) -> Settings:
     """The server's part of the configuration."""
     server = config.server
     return Settings(
         max_streams=server.max_streams,
         head_bytes=server.head_bytes,
+        headers=HEADERS | {*server.session_hints, server.isolate_by_header},
         max_held_bytes=server.max_held_bytes,
         collect_gap_s=server.collect_gap_s,
         collect_total_s=server.collect_total_s,
-        decide_s=server.decide_s,
-        decide_s_per_16_kib=server.decide_s_per_16_kib,
         cluster_header=server.cluster_header,
         destination_header=server.destination_header,
         set_cluster=server.destination in ("cluster-header", "both"),
         set_destination=server.destination in ("override-host", "both"),
         retry_on=server.retry_on,
         reject_when_empty=server.when_empty == "reject",
-        pool_of={name: model.name for model in config.models for name in (model.name, *model.aliases)},
+    )
+
+
+def reading_settings_of(config: Config, *, salt: int) -> ReadingSettings:
+    """What reading requests needs of it."""
+    server, models = config.server, config.models
+    return ReadingSettings(
+        head_bytes=server.head_bytes,
+        decide_s=server.decide_s,
+        decide_s_per_16_kib=server.decide_s_per_16_kib,
+        pool_of={name: model.name for model in models for name in (model.name, *model.aliases, *model.adapters)},
+        adapters=frozenset(name for model in models for name in model.adapters),
+        session_hints=server.session_hints,
+        isolate_by_header=server.isolate_by_header,
         salt=salt,
+        backlog_bytes=server.tokenizer_backlog_bytes,
     )
 
 
@@ -107,7 +132,12 @@ class App:
         self._tracing: TracerProvider | None = span_exporting() if traces_wanted(config.telemetry) else None
         tracer = None if self._tracing is None else self._tracing.get_tracer("kvaffinity")
         self.telemetry = Telemetry(self.router, tracer)
-        self.ext_proc = ExtProc(self.router, settings_of(config, salt=self._salt), self.telemetry, time.monotonic)
+        self._threads = ThreadPoolExecutor(config.server.tokenizer_threads, thread_name_prefix="tokenize")
+        memo = Memo(config.server.memo_bytes)
+        reader = Reader(self.router, reading_settings_of(config, salt=self._salt), self._threads, time.monotonic)
+        self.models = Models(reader, memo, clock=time.monotonic, now=datetime.now)
+        self.models.want(config)
+        self.ext_proc = ExtProc(self.router, reader, settings_of(config), self.telemetry, time.monotonic)
         self.telemetry.watch(self.ext_proc, time.monotonic)
         scrape = config.scrape
         self._scraper = Scraper(
@@ -140,8 +170,12 @@ class App:
                 ("expire tickets", self._expire),
                 ("probe the loop", self._probe),
                 ("watch the configuration", self._watch),
+                ("look after tokenizers", self.models.run),
             )
         ]
+        await self.models.settled(_LOAD_S)
+        # A thread that renders a template must not keep the loop from its turn for long (5 ms is what Python gives it).
+        sys.setswitchinterval(_SWITCH_S)
         await server.start()
         self._ready = True
         log.info("serving on %s: %s", server_config.listen, self._describe())
@@ -160,6 +194,7 @@ class App:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await self._scraper.close()
         if pages is not None:
             await pages.cleanup()
@@ -183,7 +218,9 @@ class App:
             return
         apply_pools(self.router.pools, config)
         self.router.ticket_ttl_s = config.server.ticket_ttl_s
-        self.ext_proc.settings = settings_of(config, salt=self._salt)
+        self.ext_proc.settings = settings_of(config)
+        self.ext_proc.reader.settings = reading_settings_of(config, salt=self._salt)
+        self.models.want(config)
         scrape = config.scrape
         self._scraper.settings = ScrapeSettings(scrape.interval_s, scrape.timeout_s, scrape.path)
         if config.scrape.enabled:
@@ -235,7 +272,8 @@ class App:
             return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
         async def healthz(_: web.Request) -> web.Response:
-            return web.Response(text="ok\n" if self._ready else "not ready\n", status=200 if self._ready else 503)
+            state = {"ready": self._ready, "models": self.models.status()}
+            return web.json_response(state, status=200 if self._ready else 503)
 
         pages = web.Application()
         pages.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz)])

@@ -7,7 +7,7 @@ import re
 import tomllib
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -61,6 +61,17 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Release a request's load after this long when no access log came for it."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """After SIGTERM, how long open streams may take."""
+    session_hints: tuple[Name, ...] = ("x-session-id", "prompt_cache_key", "previous_response_id", "user")
+    """Request headers or fields of the body (`metadata.user_id` is a field in a field) that name a session; the first
+    that is there counts."""
+    isolate_by_header: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]*$")] = ""
+    """Requests that differ in this header share no blocks, although they do in the engine."""
+    tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """For prompts that take more than a millisecond to read."""
+    tokenizer_backlog_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 16 << 20
+    """Of text that may wait for these threads; beyond it requests are decided on what was read before."""
+    memo_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 256 << 20
+    """Block hashes of prompts that were read before, for all models."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,8 +116,17 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     name: Name
     aliases: tuple[Name, ...] = ()
     """Other values of `model` that this pool serves; "*" takes every name that no pool has."""
+    adapters: tuple[Name, ...] = ()
+    """LoRA adapters: other values of `model` that this pool serves, and that share no blocks with it."""
+    tokenizer: Name | None = None
+    """Directory or Hugging Face hub id with `tokenizer.json`; None: 4 bytes count as a token, approximately."""
+    tokenizer_revision: Name | None = None
+    chat_template: Name | None = None
+    """File with a chat template in place of the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the engine hands to the template when the request does not say otherwise."""
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
-    """Tokens in a block of the prefix map."""
+    """Tokens in a block of the prefix map; with a tokenizer, until the nodes say how large theirs are."""
     cache_tokens: Count = 2_000_000
     """Size of a node's prefix cache until the node says so itself."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] = 10_000.0
@@ -139,8 +159,8 @@ def parse(text: str) -> Config:
         config = msgspec.convert(tomllib.loads(text), Config)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(str(error)) from error
-    names = [name for model in config.models for name in (model.name, *model.aliases)]
-    _refuse_twice("model name or alias", names)
+    names = [name for model in config.models for name in (model.name, *model.aliases, *model.adapters)]
+    _refuse_twice("model name, alias or adapter", names)
     for i, model in enumerate(config.models):
         _refuse_twice(f"node name in $.models[{i}]", [node.name for node in model.nodes])
         _refuse_twice(f"node address in $.models[{i}]", [node.address for node in model.nodes])

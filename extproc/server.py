@@ -1,85 +1,29 @@
-"""grpc.aio: ext_proc, the access-log service and health; one Exchange per stream."""
+"""The two Envoy services, ext_proc and the access log: one Exchange per stream."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Protocol
 
 import grpc
 import msgspec
 from cachetools import TTLCache
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from xxhash import xxh3_64_intdigest
 
-from extproc.core.blocks import TOKEN_BYTES, BlockHasher
 from extproc.core.router import Router
-from extproc.core.types import End, InferenceRequest, Outcome, Refusal, Rejection, Settled, Ticket
+from extproc.core.types import End, Outcome, Refusal, Rejection, Settled, Ticket
+from extproc.reading import Cause, Cut, Passed, Phases, Reader, Reading
 from extproc.wire import access_log, messages
-from extproc.wire.envoy_pb2 import (
-    ProcessingRequest,
-    StreamAccessLogsMessage,
-    StreamAccessLogsResponse,
-)
+from extproc.wire.envoy_pb2 import StreamAccessLogsResponse
 from extproc.wire.exchange import BodyMode, Exchange, ProtocolError, Step
-from extproc.wire.requests import read, reader_of
-from extproc.wire.requests.content import NoContent
-from extproc.wire.requests.encoding import decode
 
 log = logging.getLogger(__name__)
 
-EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
-ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
-
-_SLICE_BLOCKS = 4096
-"""Hashed at a time, 0.6 ms; then the loop gets a turn and the decision deadline is looked at."""
-
-
 _TICK_S = 0.01
 """How often the collection deadlines are looked at."""
-
-
-class Cause(StrEnum):
-    """Why a request was passed on to Envoy's fallback route, or a stream ended without a reply."""
-
-    UNKNOWN_PATH = "unknown_path"
-    EMPTY_BODY = "empty_body"
-    INVALID_BODY = "invalid_body"
-    NO_MODEL = "no_model"
-    UNKNOWN_MODEL = "unknown_model"
-    NO_NODE = "no_node"
-    ERROR = "error"
-    PROTOCOL = "protocol"
-    CLIENT_GONE = "client_gone"
-    OVERLOADED = "overloaded"
-    """`max_streams` exchanges were in hand."""
-
-
-class Cut(StrEnum):
-    """Why a decision was made on less than the whole prompt."""
-
-    HEAD_BYTES = "head_bytes"
-    COLLECTION_DEADLINE = "collection_deadline"
-    DECISION_DEADLINE = "decision_deadline"
-    NO_ROOM = "no_room"
-    """All heads together reached `max_held_bytes`: decided on the headers."""
-
-
-@dataclass(slots=True)
-class Phases:
-    """When the steps of one decision ended, on the router's clock; and what cut it short."""
-
-    received_s: float = 0.0
-    collected_s: float = 0.0
-    parsed_s: float = 0.0
-    hashed_s: float = 0.0
-    routed_s: float = 0.0
-    cut: Cut | None = None
-    rejected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +32,11 @@ class Settings:
 
     max_streams: int
     head_bytes: int
+    headers: frozenset[str]
+    """Those of a request that anyone reads."""
     max_held_bytes: int
     collect_gap_s: float
     collect_total_s: float
-    decide_s: float
-    decide_s_per_16_kib: float
     cluster_header: str
     destination_header: str
     set_cluster: bool
@@ -100,9 +44,6 @@ class Settings:
     retry_on: str
     """Envoy's retry conditions for a request that it can repeat whole; empty: leave retries alone."""
     reject_when_empty: bool
-    pool_of: Mapping[str, str]
-    """Model name or alias to pool; "*" takes every other name."""
-    salt: int
 
 
 class Observer(Protocol):
@@ -112,12 +53,6 @@ class Observer(Protocol):
     def passed(self, cause: Cause) -> None: ...
     def settled(self, settled: Settled) -> None: ...
     def unknown_ticket(self) -> None: ...
-
-
-class _Pass(Exception):
-    def __init__(self, cause: Cause) -> None:
-        super().__init__(cause.value)
-        self.cause = cause
 
 
 class _KeptReads:
@@ -144,27 +79,14 @@ class _KeptReads:
             self._pending.cancel()
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """What is to be routed: its blocks are hashed a slice at a time."""
-
-    pool: str
-    tokens: int
-    hashers: tuple[BlockHasher, ...]
-    """None of them: nothing to match. Two: the second makes a cut head's blocks under the key of cut heads."""
-    until_s: float
-    """The decision deadline."""
-
-    def advance(self) -> bool:
-        """Hash a slice; True when all is hashed."""
-        return all(hasher.advance(_SLICE_BLOCKS) for hasher in self.hashers)
-
-
 class ExtProc:
     """Both Envoy services. `clock` is the router's clock, in seconds."""
 
-    def __init__(self, router: Router, settings: Settings, observer: Observer, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, router: Router, reader: Reader, settings: Settings, observer: Observer, clock: Callable[[], float]
+    ) -> None:
         self.router = router
+        self.reader = reader
         self.settings = settings
         self.held_bytes = 0
         """All heads in hand."""
@@ -183,7 +105,7 @@ class ExtProc:
         Returned is the last message, whatever was written before it: grpc sends the reply of a handler that it takes
         for a unary one together with the end of the stream, in one step instead of two.
         """
-        exchange = Exchange(head_bytes=self.settings.head_bytes)
+        exchange = Exchange(head_bytes=self.settings.head_bytes, keep=self.settings.headers)
         phases = Phases(received_s=self._clock())
         kept: _KeptReads | None = None
         replied = False
@@ -307,16 +229,14 @@ class ExtProc:
             return messages.echo_trailers(), None
         routed: Ticket | Rejection | None = None
         try:
-            prompt = self._read(exchange, phases)
-            while not prompt.advance():
-                await asyncio.sleep(0)
-                if self._clock() >= prompt.until_s:
-                    phases.cut = Cut.DECISION_DEADLINE
-                    break
-            routed = self._route(prompt, exchange, phases)
+            reading = self.reader.begin(exchange, phases)
+            await self.reader.finish(reading, phases)
+            if phases.unkeyed is not None:
+                self._log_once("pool %s: prompts are not keyed, cause: %s", reading.pool, phases.unkeyed)
+            routed = self._route(reading, exchange, phases)
             if isinstance(routed, Ticket):
                 reply = self._route_to(routed, exchange, in_body=in_body)
-        except _Pass as passed:
+        except Passed as passed:
             self._observer.passed(passed.cause)
             return self._pass_on(exchange, in_body=in_body), None
         except Exception as error:  # a bug of ours must not become the user's
@@ -364,73 +284,26 @@ class ExtProc:
         mutation = messages.mutate(headers, remove, in_body)
         return mutation + messages.metadata(ticket.id, ticket.locality)
 
-    def _read(self, exchange: Exchange, phases: Phases) -> _Prompt:
-        """From the head to what is to be hashed; _Pass when it is not for us."""
-        reader = reader_of(exchange.headers.get(":path", ""))
-        if reader is None:
-            raise _Pass(Cause.UNKNOWN_PATH)
-        content = None
-        if phases.cut is not Cut.NO_ROOM:
-            head, cut = exchange.head(), exchange.cut_short
-            if not head and not cut:
-                raise _Pass(Cause.EMPTY_BODY)
-            try:
-                if (encoding := exchange.headers.get("content-encoding")) is not None:
-                    head, cut = decode(head, encoding, limit=self.settings.head_bytes, complete=not cut)
-                content = read(reader, head, cut=cut)
-            except NoContent as error:
-                if not cut:
-                    raise _Pass(Cause.INVALID_BODY) from error
-            if cut and phases.cut is None:
-                phases.cut = Cut.HEAD_BYTES
-        phases.parsed_s = self._clock()
-        pool, key = self._pool(None if content is None else content.model)
-        serving = self.router.pools.get(pool)
-        if serving is None:
-            raise _Pass(Cause.UNKNOWN_MODEL)
-        # a longer prompt fits no node: whatever a client declares, it is not counted as more work than that
-        most, block_tokens = serving.cache_tokens, serving.block_tokens
-        if content is None:
-            return _Prompt(pool, min(_declared_bytes(exchange) // TOKEN_BYTES, most), (), phases.parsed_s)
-        settings, data = self.settings, content.data
-        seed = xxh3_64_intdigest(f"{key}\0{content.salt}".encode("utf-8", "surrogatepass"), settings.salt)
-        hasher = BlockHasher(data, block_tokens=block_tokens, salt=seed)
-        tokens = min((len(data) + content.extra_bytes) // TOKEN_BYTES, most)
-        until_s = phases.collected_s + settings.decide_s + settings.decide_s_per_16_kib * len(data) / 16384
-        if phases.cut is None:
-            return _Prompt(pool, tokens, (hasher,), until_s)
-        # tools or model may lie beyond a cut: what it holds is no prefix of the whole, and gets a key space of its own
-        apart = BlockHasher(data, block_tokens=block_tokens, salt=seed ^ 1)
-        # the rest is taken to be like the head: as much prompt, and as many pictures, to the byte
-        seen = max(min(exchange.held, settings.head_bytes), 1)
-        return _Prompt(pool, min(tokens * _declared_bytes(exchange) // seen, most), (hasher, apart), until_s)
-
-    def _route(self, prompt: _Prompt, exchange: Exchange, phases: Phases) -> Ticket | Rejection:
-        chains = [hasher.chain for hasher in prompt.hashers]
+    def _route(self, reading: Reading, exchange: Exchange, phases: Phases) -> Ticket | Rejection:
+        request = reading.request()
         phases.hashed_s = now = self._clock()
-        request = InferenceRequest(
-            prompt.pool, prompt.tokens, chains[0] if chains else b"", chains[1] if len(chains) > 1 else None
-        )
         name = exchange.headers.get(messages.NAME_HEADER)
         routed = self.router.route(request, now=now, name=name, received_at_s=phases.received_s)
-        if isinstance(routed, Rejection) and not (
-            self.settings.reject_when_empty and routed.refusal is Refusal.NO_NODE
-        ):
-            raise _Pass(Cause(routed.refusal.value))
+        if isinstance(routed, Rejection):
+            if self.settings.reject_when_empty and routed.refusal is Refusal.NO_NODE:
+                return routed
+            raise Passed(Cause(routed.refusal.value))
+        if reading.rest is not None:
+            reading.rest.add_done_callback(lambda _: self._extend(routed.id, reading))
         return routed
 
-    def _pool(self, model: str | None) -> tuple[str, str]:
-        """The pool that serves `model`, and the name that keeps its blocks apart from those of others."""
-        pool_of, pools = self.settings.pool_of, self.router.pools
-        if model is not None and model in pool_of:
-            return pool_of[model], pool_of[model]
-        if "*" in pool_of:
-            pool = pool_of["*"]
-        elif len(pools) == 1:
-            pool = next(iter(pools))
-        else:
-            raise _Pass(Cause.NO_MODEL if model is None else Cause.UNKNOWN_MODEL)
-        return pool, model or pool
+    def _extend(self, ticket_id: str, reading: Reading) -> None:
+        """The rest of the prompt is hashed: the node holds that too."""
+        try:
+            if reading.job is not None and reading.job.done:
+                self.router.extend(ticket_id, reading.request(), now=self._clock())
+        except Exception as error:
+            self._log_bug("prompt not extended", error)
 
     async def _hand_back(self, exchange: Exchange, kept: _KeptReads, context: grpc.aio.ServicerContext) -> bytes | None:
         """FULL_DUPLEX_STREAMED: what was collected, then each message as it comes, until the request ends. Returns the
@@ -487,55 +360,3 @@ class ExtProc:
 _NO_NODE = msgspec.json.encode(
     {"error": {"message": "no node is available for this model", "type": "server_error", "param": None, "code": 503}}
 )
-
-
-def _declared_bytes(exchange: Exchange) -> int:
-    """The body's length as the client declared it; what has arrived where it did not."""
-    declared = exchange.headers.get("content-length", "")
-    return max(int(declared) if declared.isdecimal() and len(declared) < 12 else 0, exchange.held)
-
-
-class Health:
-    """gRPC health for Envoy's health check and for probes."""
-
-    _SERVICES: Sequence[str] = ("", EXT_PROC, "readiness")
-
-    def __init__(self) -> None:
-        self.servicer = health.aio.HealthServicer()
-
-    async def serving(self, yes: bool) -> None:
-        """SERVING or NOT_SERVING for every service but liveness, which only says that the process answers."""
-        status = health_pb2.HealthCheckResponse.SERVING if yes else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in self._SERVICES:
-            await self.servicer.set(service, status)
-        await self.servicer.set("liveness", health_pb2.HealthCheckResponse.SERVING)
-
-
-def build(ext_proc: ExtProc, health_state: Health, *, listen: str, max_message_bytes: int) -> grpc.aio.Server:
-    """The server, bound but not started; OSError when it cannot bind."""
-    server = grpc.aio.server(
-        options=[
-            ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, and must not share the traffic
-            ("grpc.max_receive_message_length", max_message_bytes),
-        ],
-    )
-    process = grpc.stream_unary_rpc_method_handler(  # to Envoy it is the stream it asked for: see ExtProc.process
-        ext_proc.process, ProcessingRequest.FromString
-    )
-    logs = grpc.stream_unary_rpc_method_handler(
-        ext_proc.stream_access_logs, StreamAccessLogsMessage.FromString, StreamAccessLogsResponse.SerializeToString
-    )
-    server.add_generic_rpc_handlers(
-        (
-            grpc.method_handlers_generic_handler(EXT_PROC, {"Process": process}),
-            grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": logs}),
-        )
-    )
-    health_pb2_grpc.add_HealthServicer_to_server(health_state.servicer, server)
-    try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError as error:  # what grpc raises here
-        raise OSError(f"cannot listen on {listen}: {error}") from error
-    if not port and not listen.startswith("unix:"):
-        raise OSError(f"cannot listen on {listen}")
-    return server

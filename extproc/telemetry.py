@@ -18,10 +18,12 @@ from prometheus_client.registry import Collector
 
 from extproc.core.router import Router
 from extproc.core.types import Settled, Ticket
-from extproc.server import Cause, ExtProc, Phases
+from extproc.reading import Cause, Phases
+from extproc.server import ExtProc
 from extproc.wire.exchange import Exchange
 
 _COUNTED_AT_ONCE = 64
+_EXACT = ("approximate", "exact")
 
 _MS = 0.001
 _PHASE_BUCKETS = tuple(n * _MS for n in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 250, 1000))
@@ -31,19 +33,25 @@ _DELAY_BUCKETS = tuple(n * _MS for n in (1, 2, 3, 5, 7.5, 10, 15, 20, 25, 35, 50
 _BYTES_BUCKETS = tuple(float(1 << n) for n in (10, 12, 14, 16, 18, 20, 22))
 
 COUNTED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str, tuple[float, ...]]] = {
-    "kvaffinity_requests": (Counter, ("pool", "reason"), "Requests routed, by reason of the choice.", ()),
+    "kvaffinity_requests": (Counter, ("pool", "reason", "tokens"), "Requests routed, by reason of the choice.", ()),
     "kvaffinity_passed": (Counter, ("cause",), "Requests passed on to Envoy's fallback route, by cause.", ()),
+    "kvaffinity_unkeyed": (
+        Counter,
+        ("pool", "cause"),
+        "Requests whose prompt could not be turned into the engine's blocks, routed by load, by cause.",
+        (),
+    ),
     "kvaffinity_cut": (Counter, ("cut",), "Decisions made on less than the whole prompt, by what cut it.", ()),
-    "kvaffinity_prompt_tokens": (Counter, ("pool", "reason"), "Prompt tokens of routed requests.", ()),
+    "kvaffinity_prompt_tokens": (Counter, ("pool", "reason", "tokens"), "Prompt tokens of routed requests.", ()),
     "kvaffinity_matched_tokens": (
         Counter,
-        ("pool", "reason"),
+        ("pool", "reason", "tokens"),
         "Prompt tokens that the chosen node was predicted to hold (prefill avoided).",
         (),
     ),
     "kvaffinity_missed_tokens": (
         Counter,
-        ("pool",),
+        ("pool", "tokens"),
         "Prompt tokens that another node was predicted to hold and the chosen one not.",
         (),
     ),
@@ -52,16 +60,21 @@ COUNTED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str, tuple[float, 
     "kvaffinity_outcomes": (Counter, ("pool", "end"), "How routed requests ended.", ()),
     "kvaffinity_retried_elsewhere": (Counter, ("pool",), "Requests that another node served than the chosen one.", ()),
     "kvaffinity_unknown_tickets": (Counter, (), "Access-log entries whose ticket is not ours or was settled.", ()),
-    "kvaffinity_locality": (Histogram, ("pool",), "Share of the prompt matched on the chosen node.", _SHARE_BUCKETS),
+    "kvaffinity_locality": (
+        Histogram,
+        ("pool", "tokens"),
+        "Share of the prompt matched on the chosen node.",
+        _SHARE_BUCKETS,
+    ),
     "kvaffinity_ttft_seconds": (
         Histogram,
-        ("pool", "reason"),
+        ("pool", "reason", "tokens"),
         "Time to first token that the client waited, upload included; whole answers where not streamed.",
         _TTFT_BUCKETS,
     ),
     "kvaffinity_engine_ttft_seconds": (
         Histogram,
-        ("pool", "reason"),
+        ("pool", "reason", "tokens"),
         "Time to first token of the engine; streamed answers only.",
         _TTFT_BUCKETS,
     ),
@@ -74,7 +87,10 @@ COUNTED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str, tuple[float, 
     "kvaffinity_head_bytes": (Histogram, (), "Size of the heads that were decided on.", _BYTES_BUCKETS),
     "kvaffinity_loop_delay_seconds": (Histogram, (), "How late the event loop wakes a sleeper.", _DELAY_BUCKETS),
 }
-"""Name: (kind, labels, description, buckets). Counters get `_total` at their end when they are shown."""
+"""Name: (kind, labels, description, buckets). Counters get `_total` at their end when they are shown.
+
+`tokens` is `exact` where they are the engine's, else `approximate`.
+"""
 
 
 class Telemetry:
@@ -117,7 +133,7 @@ class Telemetry:
             names = {
                 "reason": ("requests", "prompt_tokens", "matched_tokens", "ttft_seconds", "engine_ttft_seconds"),
                 "node": ("node_requests", "node_uncached_tokens"),
-                "pool": ("missed_tokens", "locality", "retried_elsewhere"),
+                "tokens": ("missed_tokens", "locality"),
             }[key[0]]
             bound = self._bound[key] = tuple(self._made[name].labels(*key[1:]) for name in names)
         return bound
@@ -138,14 +154,15 @@ class Telemetry:
     def _count_one(self, ticket: Ticket, head_bytes: int, phases: Phases) -> None:
         pool, decision, request = ticket.request.model, ticket.decision, ticket.request
         chosen = decision.chosen
-        requests, prompt, matched, _, _ = self._children("reason", pool, decision.reason)
+        tokens = _EXACT[request.exact]
+        requests, prompt, matched, _, _ = self._children("reason", pool, decision.reason, tokens)
         requests.inc()
         prompt.inc(request.prompt_tokens)
         matched.inc(chosen.matched_tokens)
         node_requests, uncached = self._children("node", pool, decision.node.id)
         node_requests.inc()
         uncached.inc(chosen.uncached_tokens)
-        missed, locality, _ = self._children("pool", pool)
+        missed, locality = self._children("tokens", pool, tokens)
         if decision.best_matched_tokens > chosen.matched_tokens:
             missed.inc(decision.best_matched_tokens - chosen.matched_tokens)
         locality.observe(ticket.locality)
@@ -155,6 +172,8 @@ class Telemetry:
         self._head_bytes.observe(head_bytes)
         if phases.cut is not None:
             self._made["cut"].labels(phases.cut).inc()
+        if phases.unkeyed is not None:
+            self._made["unkeyed"].labels(pool, phases.unkeyed).inc()
 
     def passed(self, cause: Cause) -> None:
         self._made["passed"].labels(cause).inc()
@@ -164,8 +183,9 @@ class Telemetry:
         pool = ticket.request.model
         self._made["outcomes"].labels(pool, outcome.end).inc()
         if settled.retried_elsewhere:
-            self._children("pool", pool)[2].inc()
-        _, _, _, ttft, engine_ttft = self._children("reason", pool, ticket.decision.reason)
+            self._made["retried_elsewhere"].labels(pool).inc()
+        key = (pool, ticket.decision.reason, _EXACT[ticket.request.exact])
+        _, _, _, ttft, engine_ttft = self._children("reason", *key)
         if outcome.client_ttft_s is not None and outcome.answered:
             ttft.observe(outcome.client_ttft_s)
         if outcome.engine_ttft_s is not None and outcome.answered:
@@ -194,6 +214,8 @@ class Telemetry:
                 "kvaffinity.node": decision.node.id,
                 "kvaffinity.reason": decision.reason.value,
                 "kvaffinity.prompt_tokens": request.prompt_tokens,
+                "kvaffinity.tokens": _EXACT[request.exact],
+                "kvaffinity.unkeyed": "" if phases.unkeyed is None else phases.unkeyed.value,
                 "kvaffinity.matched_tokens": decision.chosen.matched_tokens,
                 "kvaffinity.locality": ticket.locality,
                 "kvaffinity.price": decision.price,
@@ -278,7 +300,7 @@ class _State(Collector):
                 per_node["in_flight_requests"].add_metric(labels, requests)
                 per_node["in_flight_tokens"].add_metric(labels, tokens)
                 per_node["recent_work_seconds"].add_metric(labels, work[node])
-                per_node["prefix_blocks"].add_metric(labels, pool.prefix_map.blocks(node))
+                per_node["prefix_blocks"].add_metric(labels, pool.blocks(node))
                 if sample is None:
                     continue
                 per_node["sample_age_seconds"].add_metric(labels, now - sample.at_s)
@@ -288,10 +310,20 @@ class _State(Collector):
                         per_node[key].add_metric(labels, value)
         yield from per_node.values()
         yield from (skew, rate, price)
+        reader = self._ext_proc.reader
+        mismatches = GaugeMetricFamily(
+            "kvaffinity_continuation_mismatches",
+            "Continued conversations that were found to differ from what they are when read anew.",
+            labels=("pool",),
+        )
+        for name, encoder in reader.encoders.items():
+            mismatches.add_metric((name,), encoder.mismatches)
+        yield mismatches
         for key, description, value in (
             ("tickets", "Routed requests whose outcome is not known yet.", len(self._router)),
             ("streams", "Exchanges in hand.", self._ext_proc.streams),
             ("held_bytes", "Heads in hand.", self._ext_proc.held_bytes),
+            ("tokenizer_backlog_bytes", "Text that waits for a thread to tokenize it.", reader.waiting_bytes),
         ):
             yield GaugeMetricFamily(f"kvaffinity_{key}", description, value=value)
 

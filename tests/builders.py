@@ -6,8 +6,9 @@ import asyncio
 import json
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import grpc
 
 from extproc.core.cost import PrefillRate
 from extproc.core.fleet import Fleet, LoadLimits
-from extproc.core.prefix_map import PrefixMap
-from extproc.core.router import Pool, Router
+from extproc.core.pool import Pool
+from extproc.core.router import Router
 from extproc.core.types import Node, Policy, Settled, Ticket
+from extproc.listening import ACCESS_LOG, EXT_PROC, Health, build
 from extproc.policies.least_ttft import LeastTtft
-from extproc.server import ACCESS_LOG, EXT_PROC, Cause, Cut, ExtProc, Health, Phases, Settings, build
+from extproc.reading import Cause, Cut, Phases, Reader, ReadingSettings, Unkeyed
+from extproc.server import ExtProc, Settings
+from extproc.tokens.encoder import Encoder
 from extproc.wire.envoy_pb2 import (
     HeaderMutation,
     HttpAccessLogEntry,
@@ -29,7 +33,7 @@ from extproc.wire.envoy_pb2 import (
     StreamAccessLogsMessage,
     StreamAccessLogsResponse,
 )
-from extproc.wire.exchange import BodyMode, Exchange
+from extproc.wire.exchange import HEADERS, BodyMode, Exchange
 from extproc.wire.messages import RETRY_HEADER
 
 CHAT = "/v1/chat/completions"
@@ -181,6 +185,7 @@ class Seen:
 
     tickets: list[Ticket] = field(default_factory=list)
     cuts: list[Cut | None] = field(default_factory=list)
+    unkeyed: list[Unkeyed | None] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
     ends: list[Settled] = field(default_factory=list)
     unknown: int = 0
@@ -188,6 +193,7 @@ class Seen:
     def routed(self, ticket: Ticket, exchange: Exchange, phases: Phases, metadata: Callable[[], Any]) -> None:
         self.tickets.append(ticket)
         self.cuts.append(phases.cut)
+        self.unkeyed.append(phases.unkeyed)
 
     def passed(self, cause: Cause) -> None:
         self.causes.append(cause)
@@ -200,19 +206,25 @@ class Seen:
 
 
 def pool_of(
-    *nodes: str, block_tokens: int = 16, cache_tokens: int = 1_000_000, policy: Policy | None = None, first: int = 1
+    *nodes: str,
+    block_tokens: int = 16,
+    cache_tokens: int = 1_000_000,
+    policy: Policy | None = None,
+    exact: bool = False,
+    first: int = 1,
 ) -> Pool:
     """A pool whose nodes have the addresses 10.0.0.1:8000, 10.0.0.2:8000 and so on."""
     fleet = Fleet(PrefillRate(10_000.0), limits=LoadLimits(), price_weight=2.0)
-    pool = Pool(fleet, PrefixMap(), policy or LeastTtft(), block_tokens, cache_tokens)
+    pool = Pool(fleet, policy or LeastTtft(), block_tokens, cache_tokens, exact)
     pool.replace([Node(name, f"10.0.0.{i}:8000", f"cluster-{name}") for i, name in enumerate(nodes, first)])
     return pool
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> tuple[Settings, ReadingSettings]:
     """As the configuration's defaults say, but without haste, for one pool named m."""
     values: dict[str, Any] = {
         "head_bytes": 1 << 20,
+        "headers": HEADERS | {"x-session-id", "x-tenant"},
         "max_held_bytes": 256 << 20,
         "collect_gap_s": 5.0,
         "collect_total_s": 10.0,
@@ -226,9 +238,18 @@ def settings(**changes: Any) -> Settings:
         "retry_on": "connect-failure,reset",
         "reject_when_empty": False,
         "pool_of": {"m": "m"},
+        "adapters": frozenset(),
+        "session_hints": ("x-session-id", "user"),
+        "isolate_by_header": "",
         "salt": 1,
-    }
-    return Settings(**{**values, **changes})
+        "backlog_bytes": 16 << 20,
+    } | changes
+    server, reading = ({each.name for each in fields(kind)} for kind in (Settings, ReadingSettings))
+    assert values.keys() == server | reading
+    return (
+        Settings(**{key: value for key, value in values.items() if key in server}),
+        ReadingSettings(**{key: value for key, value in values.items() if key in reading}),
+    )
 
 
 @dataclass(slots=True)
@@ -304,13 +325,17 @@ async def running(
     *,
     observer: Callable[[Router], Any] = lambda _: Seen(),
     clock: Any = None,
+    encoders: Mapping[str, Encoder] | None = None,
     **changes: Any,
 ) -> AsyncIterator[Running]:
     """A server with `pools` (one named m with two nodes, when left out) and `settings(**changes)`."""
     router = Router(dict(pools or {"m": pool_of("n1", "n2")}), ticket_ttl_s=600.0, ticket_prefix="t-")
     seen, clock, health = observer(router), clock or Clock(), Health()
-    ext_proc = ExtProc(router, settings(**changes), seen, clock)
-    with tempfile.TemporaryDirectory() as folder:
+    of_server, of_reading = settings(**changes)
+    with ThreadPoolExecutor(1) as threads, tempfile.TemporaryDirectory() as folder:
+        reader = Reader(router, of_reading, threads, clock)
+        reader.encoders.update(encoders or {})
+        ext_proc = ExtProc(router, reader, of_server, seen, clock)
         listen = f"unix:{Path(folder) / 's'}"
         server = build(ext_proc, health, listen=listen, max_message_bytes=64 << 20)
         await health.serving(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from builders import CLUSTER, body, chat, headers, mutated, node_of, prose, unti
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from extproc.server import EXT_PROC
+from extproc.listening import EXT_PROC
 from extproc.wire.envoy_pb2 import ProcessingRequest, ProcessingResponse
 
 PROMPT = prose(4000)
@@ -122,14 +123,14 @@ async def served(
 
 async def test_it_serves_decisions_health_and_pages_and_ends_with_0_when_told_to(tmp_path: Path) -> None:
     async with served(tmp_path) as app:
-        assert await app.page("/healthz") == "ok\n"
+        assert json.loads(await app.page("/healthz"))["ready"] is True
         assert await app.health() == SERVING
         first = await app.ask(chat(PROMPT))
         second = await app.ask(chat(PROMPT, "yes", "more"))
         assert mutated(first)[CLUSTER] in ("n1", "n2")
         assert mutated(first) == mutated(second)
         page = await app.page()
-        assert 'kvaffinity_requests_total{pool="m",reason="locality"} 1.0' in page
+        assert 'kvaffinity_requests_total{pool="m",reason="locality",tokens="approximate"} 1.0' in page
         assert "kvaffinity_loop_delay_seconds_count" in page
         app.process.send_signal(signal.SIGTERM)
         assert await app.ends() == 0

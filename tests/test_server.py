@@ -36,7 +36,8 @@ from builders import (
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.core.types import HASH_BYTES, Candidate, Decision, End, InferenceRequest, Reason
-from extproc.server import EXT_PROC, Cause, Cut
+from extproc.listening import EXT_PROC
+from extproc.reading import Cause, Cut
 from extproc.wire import messages
 from extproc.wire.envoy_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.wire.exchange import BodyMode
@@ -178,7 +179,7 @@ async def test_a_body_in_many_chunks_is_the_body_in_one() -> None:
         for size in (1, 7, 1000):
             chunks = [body(data[at : at + size]) for at in range(0, len(data), size)]
             await server.say_on(headers(), *chunks, body(b"", end=True))
-        chains = {each.request.chain for each in server.seen.tickets}
+        chains = {each.request.chains[16] for each in server.seen.tickets}
         assert len(server.seen.tickets) == 4
         assert len(chains) == 1
         assert server.seen.cuts == [None] * 4
@@ -383,13 +384,13 @@ async def test_a_head_cut_at_any_byte_is_decided_on_and_leaves_no_exact_entry_be
         assert all(mutated(reply)[CLUSTER] for (reply,) in replies)
         assert server.seen.causes == []
         assert server.seen.cuts == [cut] * len(sizes)
-        assert sum(map(pool.prefix_map.blocks, ("n1", "n2", "n3"))) > 0
+        assert sum(map(pool.blocks, ("n1", "n2", "n3"))) > 0
         server.clock.step_s = 0.0
         server.ext_proc.settings = replace(server.ext_proc.settings, head_bytes=1 << 20)
         for data in (TWO_KB, TWO_KB.replace(b', "cache_salt": "pepper"', b""), TWO_KB.replace(b'"tools"', b'"_tools"')):
             await server.ask(data)
             whole = server.seen.tickets[-1]
-            assert len(whole.request.chain) > 10 * HASH_BYTES
+            assert len(whole.request.chains[16]) > 10 * HASH_BYTES
             assert whole.decision.best_matched_tokens == 0
             assert whole.decision.reason is Reason.COLD
         assert server.ext_proc.held_bytes == 0
@@ -466,7 +467,7 @@ async def test_a_client_that_stops_sending_is_decided_on_after_the_gap(mode: Bod
         await call.write(body(chat(PROMPT)[:2000]))
         assert mutated(await call.read())
         assert server.seen.cuts == [Cut.COLLECTION_DEADLINE]
-        assert 0 < len(server.seen.tickets[0].request.chain) <= 2000 // 64 * HASH_BYTES
+        assert 0 < len(server.seen.tickets[0].request.chains[16]) <= 2000 // 64 * HASH_BYTES
         call.cancel()
         await server.idle()
 
@@ -530,8 +531,8 @@ async def test_when_the_decision_s_time_is_up_it_is_made_on_the_blocks_hashed_so
         await server.ask(data)
         whole, partial = server.seen.tickets
         assert server.seen.cuts == [None, Cut.DECISION_DEADLINE]
-        assert len(partial.request.chain) == 4096 * HASH_BYTES
-        assert whole.request.chain.startswith(partial.request.chain)
+        assert len(partial.request.chains[16]) == 4096 * HASH_BYTES
+        assert whole.request.chains[16].startswith(partial.request.chains[16])
         assert partial.request.prompt_tokens == whole.request.prompt_tokens
         assert partial.decision.reason is Reason.LOCALITY
 
@@ -631,7 +632,7 @@ async def test_a_decision_that_cannot_be_delivered_is_taken_back(error: BaseExce
         (ticket,) = server.seen.tickets
         assert server.in_flight() == 0
         assert len(server.router) == 0
-        assert pool.prefix_map.match(ticket.request.chain) == {}
+        assert pool.holders(ticket.request.chains) == {}
         assert [each.outcome.end for each in server.seen.ends] == [End.CUT]
         assert server.ext_proc.streams == server.ext_proc.held_bytes == 0
 
@@ -946,8 +947,8 @@ async def test_how_a_conversation_is_written_does_not_change_its_key(data: bytes
         await server.ask(json.dumps(BASE).encode(), ("user-agent", "openai-python"))
         await server.ask(data, ("user-agent", "curl"), ("x-request-id", "7"))
         one, two = (each.request for each in server.seen.tickets)
-        assert len(one.chain) > 70 * HASH_BYTES
-        assert one.chain == two.chain
+        assert len(one.chains[16]) > 70 * HASH_BYTES
+        assert one.chains[16] == two.chains[16]
 
 
 OTHER = {
@@ -965,7 +966,7 @@ async def test_what_changes_the_prompt_from_its_start_shares_no_block(data: dict
     async with running(pool_of={"m": "m", "*": "m"}) as server:
         await server.ask(json.dumps(BASE).encode())
         await server.ask(json.dumps(data).encode())
-        one, two = (each.request.chain for each in server.seen.tickets)
+        one, two = (each.request.chains[16] for each in server.seen.tickets)
         assert len(two) > 70 * HASH_BYTES
         assert one[:HASH_BYTES] != two[:HASH_BYTES]
         assert server.seen.tickets[1].decision.best_matched_tokens == 0
@@ -984,7 +985,7 @@ async def test_what_changes_later_keeps_the_blocks_before_it(messages: list[dict
     async with running() as server:
         await server.ask(json.dumps(BASE).encode())
         await server.ask(json.dumps({**BASE, "messages": messages}).encode())
-        one, two = (each.request.chain for each in server.seen.tickets)
+        one, two = (each.request.chains[16] for each in server.seen.tickets)
         shared = len(SYSTEM) // 64 * HASH_BYTES
         assert one[:shared] == two[:shared]
         assert one != two
@@ -993,9 +994,9 @@ async def test_what_changes_later_keeps_the_blocks_before_it(messages: list[dict
 async def test_a_salt_of_another_process_gives_other_hashes() -> None:
     async with running() as server:
         await server.ask(json.dumps(BASE).encode())
-        server.ext_proc.settings = replace(server.ext_proc.settings, salt=2)
+        server.ext_proc.reader.settings = replace(server.ext_proc.reader.settings, salt=2)
         await server.ask(json.dumps(BASE).encode())
-        one, two = (each.request.chain for each in server.seen.tickets)
+        one, two = (each.request.chains[16] for each in server.seen.tickets)
         hashes = {one[at : at + HASH_BYTES] for at in range(0, len(one), HASH_BYTES)}
         assert not hashes & {two[at : at + HASH_BYTES] for at in range(0, len(two), HASH_BYTES)}
 
@@ -1006,9 +1007,9 @@ async def test_token_ids_are_tokens_and_further_prompts_are_work() -> None:
             await server.ask(json.dumps({"model": "m", "prompt": prompt}).encode(), path="/v1/completions")
         one, two, three = (each.request for each in server.seen.tickets)
         assert (one.prompt_tokens, two.prompt_tokens, three.prompt_tokens) == (64, 704, 128)
-        assert len(one.chain) == 4 * HASH_BYTES
-        assert one.chain == two.chain
-        assert three.chain.startswith(one.chain)
+        assert len(one.chains[16]) == 4 * HASH_BYTES
+        assert one.chains[16] == two.chains[16]
+        assert three.chains[16].startswith(one.chains[16])
 
 
 # ---- the access log ----
@@ -1065,7 +1066,7 @@ async def test_the_access_log_settles_a_ticket_exactly_once_and_corrects_who_hol
         assert settled.outcome.end is end
         assert settled.retried_elsewhere is elsewhere
         held_by = {"first": {first.id}, "second": {second.id}, None: set()}[holder]
-        assert set(pool.prefix_map.match(ticket.request.chain)) == held_by
+        assert set(pool.holders(ticket.request.chains)) == held_by
 
 
 async def test_only_streamed_answers_tell_the_engine_s_time_to_first_token() -> None:
@@ -1116,7 +1117,7 @@ async def test_a_ticket_whose_log_never_comes_is_given_up_after_its_time_and_a_l
         (lost,) = server.router.expire(now=server.clock() + 600.0)
         assert lost.outcome.end is End.LOST
         assert server.in_flight() == len(server.router) == 0
-        assert pool.prefix_map.match(lost.ticket.request.chain)
+        assert pool.holders(lost.ticket.request.chains)
         await server.log(entry(ticket_of(reply)))
         assert server.in_flight() == 0
         assert server.seen.unknown == 1

@@ -1,8 +1,10 @@
-"""Prompt bytes to chained block hashes, a slice at a time."""
+"""Prompt bytes to chained block hashes, for each block size in use, as the bytes come."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -12,45 +14,47 @@ TOKEN_BYTES = 4
 """A token id is 4 bytes, little-endian; of text without a tokenizer 4 bytes count as one token."""
 
 
-class BlockHasher:
-    """Hashes full blocks of `data` from its start; a partial tail has no hash (engines cache full blocks only).
+class Mark(NamedTuple):
+    """How far a prompt is hashed: all that is needed to go on, and none of the prompt but its last unfinished block."""
 
-    `salt` separates key spaces (an unsigned 64-bit seed). A block costs about 0.15 us, so callers on an event loop ask
-    for a slice at a time and may stop early: the chain so far is the chain of the shorter prompt.
+    length: int
+    """Bytes so far."""
+    parents: tuple[int, ...]
+    """The hash of the last full block, for each block size."""
+    tail: bytes
+    """What follows the last full block, of the block size that has most of it."""
+
+
+def beginning(salt: int, sizes: Sequence[int]) -> Mark:
+    """Nothing hashed yet. `salt` separates key spaces (unsigned, 64 bits); `sizes` are block sizes in tokens."""
+    return Mark(0, (salt,) * len(sizes), b"")
+
+
+def extend(mark: Mark, data: bytes, sizes: Sequence[int]) -> tuple[Mark, tuple[Chain, ...]]:
+    """`data` behind what is hashed: the new mark, and the hashes of the blocks that it completes, for each size.
+
+    A partial block has no hash (engines cache full blocks only). 0.15 us a block, so callers on an event loop give a
+    slice at a time.
     """
-
-    __slots__ = ("_block_bytes", "_data", "_hashes", "_parent", "blocks")
-
-    def __init__(self, data: bytes, *, block_tokens: int, salt: int) -> None:
-        self._data = data
-        self._block_bytes = block_tokens * TOKEN_BYTES
-        self._parent = salt
-        self._hashes = array("Q")
-        self.blocks = len(data) // self._block_bytes
-        """How many full blocks there are in all."""
-
-    def advance(self, blocks: int) -> bool:
-        """Hash up to `blocks` more; True when all are done."""
-        data, size, parent, hashes = self._data, self._block_bytes, self._parent, self._hashes
-        done = len(hashes)
-        end = min(done + blocks, self.blocks)
-        for at in range(done * size, end * size, size):
-            parent = xxh3_64_intdigest(data[at : at + size], parent)
+    joined = mark.tail + data
+    before, length = len(mark.tail), mark.length + len(data)
+    parents, completed, kept = [], [], 0
+    for size, parent in zip(sizes, mark.parents, strict=True):
+        block = size * TOKEN_BYTES
+        hashes = array("Q")
+        for at in range(before - mark.length % block, len(joined) - block + 1, block):
+            parent = xxh3_64_intdigest(joined[at : at + block], parent)
             hashes.append(parent)
-        self._parent = parent
-        return end == self.blocks
-
-    @property
-    def chain(self) -> Chain:
-        """The hashes so far, HASH_BYTES each."""
-        return self._hashes.tobytes()
+        parents.append(parent)
+        completed.append(hashes.tobytes())
+        kept = max(kept, length % block)
+    return Mark(length, tuple(parents), joined[len(joined) - kept :]), tuple(completed)
 
 
 def block_hashes(data: bytes, *, block_tokens: int, salt: int) -> Chain:
     """All `len(data) // (4 * block_tokens)` hashes at once."""
-    hasher = BlockHasher(data, block_tokens=block_tokens, salt=salt)
-    hasher.advance(hasher.blocks)
-    return hasher.chain
+    _, (chain,) = extend(beginning(salt, (block_tokens,)), data, (block_tokens,))
+    return chain
 
 
 def chain_blocks(chain: Chain) -> int:

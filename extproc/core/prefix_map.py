@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from extproc.core.types import HASH_BYTES, Chain, NodeId, Stored
@@ -215,17 +216,35 @@ class PrefixMap:
         holding = self._holdings.get(node)
         if holding is None:
             return
-        chain, at = stored.chain, 0
-        while at < len(chain):
-            first = chain[at : at + HASH_BYTES]
+        for segment, at, blocks in self._along(stored.chain):
+            keep = max(0, stored.from_block - at)
+            if keep < blocks and holding.order.get(segment) == stored.stamp:
+                self._trim(holding, segment, keep)
+
+    def extend(self, node: NodeId, stored: Stored, chain: Chain, *, now: float) -> Stored:
+        """`chain` goes on from `stored.chain`: record it, so that it is taken back with what `stored` added.
+
+        Whoever used blocks of it since used them from the head on: what is still its own is a tail.
+        """
+        order, own = self._holdings[node].order, None
+        for segment, at, blocks in self._along(stored.chain):
+            if stored.from_block < at + blocks and order.get(segment) == stored.stamp:
+                own = max(stored.from_block, at)
+                break
+        longer = self.store(node, chain, now=now)
+        return longer if own is None else longer._replace(from_block=min(own, longer.from_block))
+
+    def _along(self, chain: Chain) -> Iterator[tuple[int, int, int]]:
+        """Each segment on the way of `chain`, its first block's number, and how many blocks it has."""
+        at, end = 0, len(chain) // HASH_BYTES
+        while at < end:
+            first = chain[at * HASH_BYTES : (at + 1) * HASH_BYTES]
             segment = self._shard(first).get(first)
             if segment is None:
                 break
             blocks = len(self._hashes[segment]) // HASH_BYTES
-            keep = max(0, stored.from_block - at // HASH_BYTES)
-            if keep < blocks and holding.order.get(segment) == stored.stamp:
-                self._trim(holding, segment, keep)
-            at += blocks * HASH_BYTES
+            yield segment, at, blocks
+            at += blocks
 
     # ---- segments ----
 

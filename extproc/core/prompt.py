@@ -27,6 +27,8 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    validated: bool = True
+    """The engine puts the keys of tools and tool calls in an order of its own."""
     media: bool = False
     """It has parts that are not text; they stand in the messages as text made of their hash, so that the blocks before
     them are the engine's, and those from there on are only ours."""

@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from ipaddress import ip_address
 
-from extproc.core.fleet import Fleet, Reservation
-from extproc.core.prefix_map import PrefixMap
+from extproc.core.fleet import Reservation
+from extproc.core.pool import Pool
 from extproc.core.types import (
     End,
     InferenceRequest,
-    LoadSample,
     Node,
-    NodeId,
     Outcome,
-    Policy,
     Refusal,
     Rejection,
     Settled,
     Ticket,
 )
-
-
-@dataclass(slots=True)
-class Pool:
-    """The nodes that serve one model."""
-
-    fleet: Fleet
-    prefix_map: PrefixMap
-    policy: Policy
-    block_tokens: int
-    cache_tokens: int
-    """Cache size of a node until it says so itself."""
-
-    def replace(self, nodes: Iterable[Node]) -> None:
-        """Make `nodes` the pool's fleet; what left is forgotten."""
-        changes = self.fleet.replace(nodes)
-        for node in changes.removed:
-            self.prefix_map.remove_node(node.id)
-        samples = self.fleet.samples()
-        for node in self.fleet.nodes():
-            sample = samples[node.id]
-            if sample is None or sample.cache_tokens is None:
-                self.prefix_map.add_node(node.id, max(1, self.cache_tokens // self.block_tokens))
-
-    def observe(self, node: NodeId, sample: LoadSample) -> bool:
-        """Take a scrape; True when the engine was restarted: what it held is forgotten. A stranger's: nothing."""
-        if not self.fleet.knows(node):
-            return False
-        restarted = self.fleet.observe(node, sample)
-        if restarted:
-            self.prefix_map.clear(node)
-        if sample.cache_tokens is not None:
-            self.prefix_map.add_node(node, max(1, sample.cache_tokens // self.block_tokens))
-        return restarted
 
 
 class Router:
@@ -90,29 +52,38 @@ class Router:
         pool = self.pools.get(request.model)
         if pool is None:
             return Rejection(Refusal.UNKNOWN_MODEL)
-        fleet, prefix_map = pool.fleet, pool.prefix_map
+        fleet = pool.fleet
         if not len(fleet):
             return Rejection(Refusal.NO_NODE)
-        matched = prefix_map.match(request.chain)
-        if request.cut_chain is not None:
-            for node, blocks in prefix_map.match(request.cut_chain).items():
-                matched[node] = max(blocks, matched.get(node, 0))
-        candidates = fleet.candidates(
-            matched, block_tokens=pool.block_tokens, prompt_tokens=request.prompt_tokens, now=now
-        )
-        decision = pool.policy(request, candidates, price=fleet.price(now=now))
+        decision = pool.policy(request, pool.candidates(request, now=now), price=fleet.price(now=now))
         node = decision.node.id
         idle = fleet.idle(node, now=now)
-        recorded = request.chain if request.cut_chain is None else request.cut_chain
-        stored = prefix_map.store(node, recorded, now=now)
+        stored = pool.store(node, request, now=now)
+        if request.session is not None:
+            pool.sessions.note(request.session, node, request.prompt_tokens, now=now)
         reservation = fleet.reserve(node, decision.chosen.uncached_tokens, now=now)
         if name is None or name in self._tickets:
             self._count += 1
             name = f"{self._prefix}{self._count:x}"
         ticket = Ticket(name, request, decision, stored, now if received_at_s is None else received_at_s, now, idle)
         self._tickets[ticket.id] = (ticket, reservation)
-        self._chain_bytes += len(stored.chain)
+        self._chain_bytes += request.chain_bytes
         return ticket
+
+    def extend(self, ticket_id: str, request: InferenceRequest, *, now: float) -> bool:
+        """Hashing went on after the decision: `request` is the ticket's own, with chains that go on from those that it
+        had. Its node holds all of it, and so will whoever answers in its place. False: settled, nothing is done."""
+        entry = self._tickets.get(ticket_id)
+        if entry is None:
+            return False
+        ticket, reservation = entry
+        pool = self.pools.get(ticket.request.model)
+        stored = ticket.stored
+        if pool is not None:
+            stored = pool.extend(ticket.decision.node.id, stored, request, now=now)
+        self._chain_bytes += request.chain_bytes - ticket.request.chain_bytes
+        self._tickets[ticket_id] = (replace(ticket, request=request, stored=stored), reservation)
+        return True
 
     def settle(self, ticket_id: str, outcome: Outcome, *, now: float) -> Settled | None:
         """Release a ticket's work and learn from its outcome. None: not ours, or settled before."""
@@ -134,8 +105,9 @@ class Router:
         return lost
 
     def _settle(self, ticket: Ticket, reservation: Reservation, outcome: Outcome, *, now: float) -> Settled:
-        self._chain_bytes -= len(ticket.stored.chain)
-        pool = self.pools.get(ticket.request.model)
+        request = ticket.request
+        self._chain_bytes -= request.chain_bytes
+        pool = self.pools.get(request.model)
         node = ticket.decision.node
         elsewhere = _elsewhere(node, outcome, pool)
         # A client that left may have left before or after the prefill: only an answer is proof that it was computed.
@@ -151,12 +123,18 @@ class Router:
         if pool is None:  # a reload took the model away
             return Settled(ticket, outcome, elsewhere)
         if not computed and outcome.end is not End.LOST:
-            pool.prefix_map.take_back(node.id, ticket.stored)
+            pool.take_back(node.id, ticket.stored)
+        if request.session is not None and outcome.end is End.FAILED:
+            pool.sessions.forget(request.session, node.id)
         if elsewhere and outcome.answered:
             for other in pool.fleet.nodes():
                 if other.address == outcome.served_by:
-                    pool.prefix_map.store(other.id, ticket.stored.chain, now=now)
-        if ticket.idle and computed and outcome.end is End.SERVED and outcome.engine_ttft_s is not None:
+                    pool.store(other.id, request, now=now)
+                    if request.session is not None:
+                        pool.sessions.move(request.session, node.id, other.id, request.prompt_tokens, now=now)
+        # what a session lets expect is no prediction that an answer could be held against
+        sure = computed and not ticket.decision.chosen.session_tokens
+        if ticket.idle and sure and outcome.end is End.SERVED and outcome.engine_ttft_s is not None:
             pool.fleet.rate.observe(ticket.decision.chosen.uncached_tokens, outcome.engine_ttft_s * node.weight)
         return Settled(ticket, outcome, elsewhere and outcome.routed)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -33,10 +33,26 @@ class InferenceRequest:
     """The pool that serves it (not necessarily the name that the client wrote)."""
     prompt_tokens: int
     """Tokens of work the prompt may cost; of a cut head an estimate by the declared length; 0 when neither is known."""
-    chain: Chain = b""
-    """Full blocks only. Empty: nothing to match, the request is routed to the least predicted wait."""
-    cut_chain: Chain | None = None
-    """Not None: the head was cut. Then this key (of cut heads only) is matched as well, and it alone is recorded."""
+    chains: Mapping[int, Chain] = field(default_factory=dict)
+    """By block size in tokens; full blocks only. Without one it goes to the least predicted wait. Whoever passes a
+    mapping leaves it as it is."""
+    cut_chains: Mapping[int, Chain] | None = None
+    """Not None: the head was cut. Then these (of cut heads only) are matched as well, and they alone are recorded."""
+    exact: bool = False
+    """Its tokens are the engine's."""
+    session: int | None = None
+    """Salted hash of what the client says its session is: a hint, never a replacement for the match."""
+
+    @property
+    def matchable(self) -> bool:
+        """Has it as much as one block?"""
+        return any(self.chains.values()) or (self.cut_chains is not None and any(self.cut_chains.values()))
+
+    @property
+    def chain_bytes(self) -> int:
+        """What its chains take."""
+        taken = sum(map(len, self.chains.values()))
+        return taken if self.cut_chains is None else taken + sum(map(len, self.cut_chains.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,8 @@ class LoadSample:
     """How many tokens the node's prefix cache can hold (block size times block count)."""
     started_at_s: float | None = None
     """The engine's own start time, wall clock: a change means that its cache is void."""
+    block_tokens: int | None = None
+    """Tokens of one block of its prefix cache, > 0."""
 
 
 class Candidate(NamedTuple):
@@ -59,11 +77,13 @@ class Candidate(NamedTuple):
 
     node: Node
     matched_tokens: int
+    """By the prefix map, of the prompt. What a session tells is not in it."""
     uncached_tokens: int
+    """The rest of the prompt; what is put on the node when it is chosen."""
     wait_s: float
     """Predicted time until the node would start on this request."""
     prefill_s: float
-    """Predicted prefill of the uncached tokens."""
+    """Predicted prefill of the uncached tokens; where there are `session_tokens`, of what these leave."""
     in_flight: int
     recent_work_s: float
     """Uncached work sent there lately (exponentially decayed), in seconds of its prefill."""
@@ -75,6 +95,10 @@ class Candidate(NamedTuple):
     """Its engine says that it is full."""
     suspect: bool
     """What was sent there lately failed, or it stopped answering scrapes."""
+    session: bool = False
+    """The request's session was here last, and the node has had no more than its share of work since."""
+    session_tokens: int = 0
+    """An estimate: what it may hold of the prompt because of that. 0 unless that is more than can be matched."""
 
 
 class Reason(StrEnum):
@@ -86,6 +110,8 @@ class Reason(StrEnum):
     """Another node holds more, but was too busy or not worth it."""
     COLD = "cold"
     """No node holds a block of it."""
+    SESSION = "session"
+    """Its session was there last, so that it is taken to hold more than can be matched: an estimate."""
     FALLBACK = "fallback"
     """Nothing to match: least predicted wait."""
 
@@ -98,7 +124,7 @@ class Decision:
     """At least one: the choice, then where a retry should go."""
     reason: Reason
     best_matched_tokens: int
-    """The most that any node holds."""
+    """The most that any node holds, by the prefix map."""
     price: float
     """Factor on own prefill: what extra work costs the requests that come after (1.0: an idle fleet)."""
 
@@ -112,7 +138,7 @@ class Decision:
 
 
 class Stored(NamedTuple):
-    """What one request added to a node's prefix map: enough to take it back."""
+    """What one request added to a node's prefix map, in blocks of the node's size: enough to take it back."""
 
     chain: Chain
     from_block: int

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 from extproc.app import apply_pools
 from extproc.config import Config, ModelConfig, NodeConfig
 from extproc.core.blocks import TOKEN_BYTES, block_hashes, chain_blocks
+from extproc.core.pool import Pool
 from extproc.core.prefix_map import PrefixMap
-from extproc.core.router import Pool, Router
+from extproc.core.router import Router
 from extproc.core.types import HASH_BYTES, Chain, End, InferenceRequest, Outcome, Ticket
 from extproc.lab.wire_load import percentile
 
@@ -98,20 +99,20 @@ def time_route(nodes: int, calls: int) -> list[Timing]:
     """Match and route on full nodes: a quarter of each prompt is a system prompt that many share, a quarter the turns
     that its conversation had before (on one node), and half is new. Storing it has to drop as much."""
     rng, pool = random.Random(2), _pool(nodes)
-    fill(pool.prefix_map, _names(nodes), conversations(rng))
+    fill(pool.prefix_maps[BLOCK_TOKENS], _names(nodes), conversations(rng))
     return [each for tokens in PROMPT_TOKENS for each in _time_prompts(pool, rng, tokens, calls)]
 
 
 def _time_prompts(pool: Pool, rng: random.Random, tokens: int, calls: int) -> list[Timing]:
-    blocks, names = tokens // BLOCK_TOKENS, _names(len(pool.fleet))
+    blocks, names, held = tokens // BLOCK_TOKENS, _names(len(pool.fleet)), pool.prefix_maps[BLOCK_TOKENS]
     systems = [_new(rng, blocks // 4) for _ in range(4)]
     routing, route, match = _Routing(pool), Stopwatch(), Stopwatch()
     for number in range(2 * calls):
         if number % 8 == 0:  # the last turns of eight conversations follow the first turns of all of them
-            open_chains = [_talk(pool.prefix_map, rng, rng.choice(names), rng.choice(systems)) for _ in range(8)]
+            open_chains = [_talk(held, rng, rng.choice(names), rng.choice(systems)) for _ in range(8)]
         chain = open_chains[number % 8] + _new(rng, blocks // 2)
         if number % 2:  # either, so that one does not find its data in the processor's cache because of the other
-            match.time(lambda chain=chain: pool.prefix_map.match(chain))  # type: ignore[misc]
+            match.time(lambda chain=chain: held.match(chain))  # type: ignore[misc]
             routing.route(chain, Stopwatch())
         else:
             routing.route(chain, route)
@@ -121,7 +122,7 @@ def _time_prompts(pool: Pool, rng: random.Random, tokens: int, calls: int) -> li
 def time_eviction(nodes: int, calls: int) -> list[Timing]:
     """The dearest route: a prompt of 128k new tokens, for which a node has to drop only short ones."""
     rng, pool = random.Random(3), _pool(nodes)
-    fill(pool.prefix_map, _names(nodes), short_prompts(rng))
+    fill(pool.prefix_maps[BLOCK_TOKENS], _names(nodes), short_prompts(rng))
     routing, watch = _Routing(pool), Stopwatch()
     for _ in range(calls):
         routing.route(_new(rng, PROMPT_TOKENS[-1] // BLOCK_TOKENS), watch)
@@ -149,7 +150,7 @@ class _Routing:
         self._out: deque[str] = deque()
 
     def route(self, chain: Chain, watch: Stopwatch) -> None:
-        request = InferenceRequest(MODEL, chain_blocks(chain) * BLOCK_TOKENS, chain)
+        request = InferenceRequest(MODEL, chain_blocks(chain) * BLOCK_TOKENS, {BLOCK_TOKENS: chain})
         ticket = watch.time(lambda: self._router.route(request, now=self._now))
         assert isinstance(ticket, Ticket)
         fleet = self._pool.fleet

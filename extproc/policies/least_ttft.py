@@ -15,7 +15,8 @@ class LeastTtft:
     The envelope leaves out a node whose predicted wait exceeds `load_bound` times the fleet's mean by more than
     `load_slack_s`, one that is saturated, and one that is suspect, while another is inside. Costs within `margin_s`
     plus `margin_ratio` of the least count as equal: then the node with more headroom wins (shorter wait, fewer requests
-    in flight, less recent work, lower KV usage), and the fresher sample last.
+    in flight, less recent work, lower KV usage), and the fresher sample last; but the session's node before all that,
+    unless less of the prompt is matched there or more is in flight.
     """
 
     load_bound: float = 1.25
@@ -39,8 +40,12 @@ class LeastTtft:
         bound = least + self.margin_s + self.margin_ratio * least
         close = [i for i, cost in enumerate(costs) if cost <= bound]
         best = close[0] if len(close) == 1 else min(close, key=lambda i: _headroom(inside[i]))
+        if request.session is not None and not inside[best].session:
+            best = _of_session(inside, close, best)
         chosen = inside[best]
-        if not request.chain:
+        if chosen.session_tokens:
+            reason = Reason.SESSION
+        elif not request.matchable:
             reason = Reason.FALLBACK
         elif not best_matched:
             reason = Reason.COLD
@@ -69,3 +74,15 @@ def _headroom(candidate: Candidate) -> tuple[float, float, float, float, float]:
         candidate.kv_usage,
         candidate.sample_age_s,
     )
+
+
+def _of_session(inside: Sequence[Candidate], close: Sequence[int], best: int) -> int:
+    """Which of `close` the session's node is, where it is as good as `best`; else `best`."""
+    # Whatever draws requests together has to be bounded: here by what is in flight, and a node that had more than its
+    # share of recent work is no session's node (see Pool.candidates).
+    for i in close:
+        each = inside[i]
+        if each.session:
+            equal = each.matched_tokens == inside[best].matched_tokens
+            return i if equal and each.in_flight <= inside[best].in_flight else best
+    return best

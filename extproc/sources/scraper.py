@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from extproc.core.router import Pool
+from extproc.core.pool import Pool
 from extproc.core.types import Node
 from extproc.sources.engines import vllm
 

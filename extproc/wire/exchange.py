@@ -11,7 +11,7 @@ _Mode = ProtocolConfiguration
 
 
 HEADERS = frozenset((":path", "content-encoding", "content-length", NAME_HEADER, "traceparent", "tracestate"))
-"""The request headers that anyone reads; the others, credentials among them, are never taken off the message."""
+"""The request headers that are always read; others, credentials among them, are never taken off the message."""
 
 
 class ProtocolError(ValueError):
@@ -64,10 +64,22 @@ class Exchange:
     time (`cut`), and then decides on what is there.
     """
 
-    __slots__ = ("_chunks", "_head_bytes", "_state", "complete", "has_body", "headers", "held", "mode", "trailers")
+    __slots__ = (
+        "_chunks",
+        "_head_bytes",
+        "_keep",
+        "_state",
+        "complete",
+        "has_body",
+        "headers",
+        "held",
+        "mode",
+        "trailers",
+    )
 
-    def __init__(self, *, head_bytes: int) -> None:
+    def __init__(self, *, head_bytes: int, keep: frozenset[str] = HEADERS) -> None:
         self._head_bytes = head_bytes
+        self._keep = keep
         self._state = _State.START
         self._chunks: list[bytes] = []
         self.held = 0
@@ -80,7 +92,7 @@ class Exchange:
         """The body ended with trailers."""
         self.mode = BodyMode.HEAD
         self.headers: dict[str, str] = {}
-        """Those of HEADERS that were sent; of a name that stands there twice, the first."""
+        """Those to `keep` that were sent; of a name that stands there twice, the first."""
 
     def receive(self, message: ProcessingRequest) -> Step:
         """Take the next message of the stream."""
@@ -115,7 +127,7 @@ class Exchange:
         self.mode = _body_mode(config)
         for header in headers.headers.headers:
             key = header.key
-            if key in HEADERS and key not in self.headers:
+            if key in self._keep and key not in self.headers:
                 self.headers[key] = header.raw_value.decode("latin-1") or header.value
         if headers.end_of_stream:
             self.complete = True

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.core.blocks import TOKEN_BYTES, BlockHasher, block_hashes, chain_blocks
+from extproc.core.blocks import TOKEN_BYTES, beginning, block_hashes, chain_blocks, extend
 from extproc.core.types import HASH_BYTES
 
 data = st.binary(max_size=400)
@@ -45,16 +45,17 @@ def test_another_salt_shares_no_hash(prompt: bytes, size: int) -> None:
     assert not set(one) & set(two)
 
 
-@given(data, st.lists(st.integers(1, 5), max_size=40))
-def test_hashing_in_slices_gives_the_chain_of_the_whole_and_of_each_prefix(prompt: bytes, slices: list[int]) -> None:
-    whole = block_hashes(prompt, block_tokens=2, salt=7)
-    hasher = BlockHasher(prompt, block_tokens=2, salt=7)
-    done = 0
-    for blocks in slices:
-        finished = hasher.advance(blocks)
-        done = min(done + blocks, hasher.blocks)
-        assert hasher.chain == whole[: done * HASH_BYTES]
-        assert finished == (done == hasher.blocks)
+@given(st.lists(st.binary(max_size=60), max_size=20), st.lists(block_tokens, min_size=1, max_size=3, unique=True))
+def test_a_prompt_in_pieces_has_the_chains_of_the_whole_at_every_piece(pieces: list[bytes], sizes: list[int]) -> None:
+    mark = beginning(7, sizes)
+    chains = [b"" for _ in sizes]
+    for i, piece in enumerate(pieces):
+        mark, new = extend(mark, piece, sizes)
+        chains = [chain + more for chain, more in zip(chains, new, strict=True)]
+        so_far = b"".join(pieces[: i + 1])
+        assert chains == [block_hashes(so_far, block_tokens=size, salt=7) for size in sizes]
+        assert mark.length == len(so_far)
+        assert len(mark.tail) == max(len(so_far) % (size * TOKEN_BYTES) for size in sizes)
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])

@@ -22,7 +22,7 @@ def fleet_of(*nodes: Node) -> Fleet:
 
 
 def seen(fleet: Fleet, *, now: float, tokens: int = 100, **matched: int) -> dict[str, Candidate]:
-    found = fleet.candidates(matched, block_tokens=10, prompt_tokens=tokens, now=now)
+    found = fleet.candidates(matched, prompt_tokens=tokens, now=now)
     return {each.node.id: each for each in found}
 
 
@@ -36,28 +36,25 @@ def test_work_is_waited_for_and_drains_at_the_nodes_own_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "blocks", "hit", "uncached"),
+    ("tokens", "matched", "hit", "uncached"),
     [
         (100, 0, 0, 100),
-        (100, 4, 40, 60),
-        (100, 10, 99, 1),  # the engine computes the last token again
+        (100, 40, 40, 60),
+        (100, 100, 99, 1),  # the engine computes the last token again
         (0, 0, 0, 0),
     ],
 )
-def test_matched_blocks_are_tokens_that_need_no_prefill_but_for_the_last(
-    tokens: int, blocks: int, hit: int, uncached: int
-) -> None:
-    candidate = seen(fleet_of(A), now=0.0, tokens=tokens, a=blocks)["a"]
+def test_matched_tokens_need_no_prefill_but_for_the_last(tokens: int, matched: int, hit: int, uncached: int) -> None:
+    candidate = seen(fleet_of(A), now=0.0, tokens=tokens, a=matched)["a"]
     assert (candidate.matched_tokens, candidate.uncached_tokens) == (hit, uncached)
     assert candidate.prefill_s == uncached / 1000.0
 
 
 def test_a_snapshot_does_not_show_what_came_later() -> None:
     fleet = fleet_of(A)
-    before = fleet.candidates({}, block_tokens=10, prompt_tokens=100, now=0.0)
+    before = fleet.candidates({}, prompt_tokens=100, now=0.0)
     fleet.reserve("a", 5000, now=0.0)
-    assert before[0].wait_s == 0.0
-    assert before[0].in_flight == 0
+    assert before == (Candidate(A, 0, 100, 0.0, 0.1, 0, 0.0, 0.0, math.inf, False, False),)
 
 
 def test_work_that_was_never_computed_no_longer_keeps_others_waiting() -> None:

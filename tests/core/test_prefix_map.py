@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -84,6 +84,16 @@ class BoundedMap(RuleBasedStateMachine):
             self.map.take_back(node, stored)
             self.stored.remove((node, stored))
 
+    @rule(which=st.integers(0, 5), more=paths)
+    def extend(self, which: int, more: str) -> None:
+        if self.stored:
+            self.now += 1.0
+            node, stored = self.stored.pop(which % len(self.stored))
+            path = next(each for each in self.seen if chain_of(each) == stored.chain) + more
+            self.seen.add(path)
+            self.stored.append((node, self.map.extend(node, stored, chain_of(path), now=self.now)))
+            assert self.map.match(chain_of(path)).get(node, 0) == min(len(path), self.capacity[node])
+
     @rule(node=st.sampled_from(NODES), capacity=st.integers(1, 20))
     def resize(self, node: str, capacity: int) -> None:
         self.map.add_node(node, capacity)
@@ -140,6 +150,39 @@ def test_what_another_request_has_used_since_is_not_taken_back() -> None:
     prefix_map.store("a", chain_of("abc"), now=1.0)
     prefix_map.take_back("a", failed)
     assert prefix_map.match(chain_of("abcdef")) == {"a": 3}
+
+
+@given(st.lists(paths, max_size=6), st.lists(paths, max_size=6), st.lists(paths, max_size=6), paths, paths)
+@example(["xx"], [], [], "x", "x")  # all of it was there already
+def test_what_was_extended_is_taken_back_whole_but_for_what_others_hold(
+    before: list[str], between: list[str], after: list[str], path: str, more: str
+) -> None:
+    prefix_map = PrefixMap()
+    prefix_map.add_node("a", 10_000)
+    for other in before:
+        prefix_map.store("a", chain_of(other), now=1.0)
+    stored = prefix_map.store("a", chain_of(path), now=1.0)
+    for other in between:
+        prefix_map.store("a", chain_of(other), now=1.0)
+    stored = prefix_map.extend("a", stored, chain_of(path + more), now=1.0)
+    assert prefix_map.match(chain_of(path + more)) == {"a": len(path + more)}
+    for other in after:
+        prefix_map.store("a", chain_of(other), now=1.0)
+    prefix_map.take_back("a", stored)
+    others = {other[: i + 1] for other in (*before, *between, *after) for i in range(len(other))}
+    assert prefix_map.blocks("a") == len(others)
+    assert all(prefix_map.match(chain_of(other)) == {"a": len(other)} for other in others)
+
+
+def test_what_was_there_of_a_trimmed_segment_stays_when_its_extension_is_taken_back() -> None:
+    prefix_map = PrefixMap()
+    prefix_map.add_node("a", 4)
+    prefix_map.store("a", chain_of("xyzw"), now=1.0)
+    prefix_map.store("a", chain_of("q"), now=2.0)
+    prefix_map.add_node("a", 100)
+    stored = prefix_map.store("a", chain_of("xyzw"), now=3.0)
+    prefix_map.take_back("a", prefix_map.extend("a", stored, chain_of("xyzwvv"), now=4.0))
+    assert prefix_map.match(chain_of("xyzwvv")) == {"a": 3}
 
 
 def test_taking_back_from_a_node_that_returned_as_another_takes_nothing() -> None:

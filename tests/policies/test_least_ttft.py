@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from extproc.core.types import Candidate, InferenceRequest, Node, Reason
 from extproc.policies.least_ttft import LeastTtft
 
-PROMPT = InferenceRequest("m", 1000, b"12345678")
+PROMPT = InferenceRequest("m", 1000, {16: b"12345678"})
 
 
 def node(
@@ -23,12 +25,27 @@ def node(
     age: float = 0.1,
     saturated: bool = False,
     suspect: bool = False,
+    session: bool = False,
+    estimate: int = 0,
 ) -> Candidate:
     """A node of 1,000 tokens/s for a prompt of 1,000 tokens."""
     uncached = 1000 - matched
+    prefill_s = (1000 - max(matched, estimate)) / 1000.0
     where = Node(name, f"{name}:80", name)
     return Candidate(
-        where, matched, uncached, wait_s, uncached / 1000.0, in_flight, recent, usage, age, saturated, suspect
+        where,
+        matched,
+        uncached,
+        wait_s,
+        prefill_s,
+        in_flight,
+        recent,
+        usage,
+        age,
+        saturated,
+        suspect,
+        session or estimate > 0,
+        estimate,
     )
 
 
@@ -107,6 +124,71 @@ def test_with_nothing_to_match_the_reason_is_fallback() -> None:
     request = InferenceRequest("m", 0)
     decision = LeastTtft()(request, [node("a", wait_s=1.0), node("b")], price=1.0)
     assert (decision.node.id, decision.reason) == ("b", Reason.FALLBACK)
+
+
+SESSION_CASES = {
+    "close: the session's node comes before headroom": (
+        [node("a"), node("b", recent=2.0, usage=0.5, age=3.0, session=True)],
+        "b",
+        "cold",
+    ),
+    "close, and as much matched": (
+        [node("a", matched=400), node("b", matched=400, recent=2.0, session=True)],
+        "b",
+        "locality",
+    ),
+    "close, as little in flight": (
+        [node("a", in_flight=2), node("b", in_flight=2, recent=1.0, session=True)],
+        "b",
+        "cold",
+    ),
+    "but not with more in flight": ([node("a"), node("b", in_flight=1, session=True)], "a", "cold"),
+    "nor with less matched": (
+        [node("a", matched=400), node("b", matched=399, wait_s=0.001, session=True)],
+        "a",
+        "locality",
+    ),
+    "nor with more matched, by headroom": (
+        [node("a", matched=398), node("b", matched=399, recent=1.0, session=True)],
+        "a",
+        "headroom",
+    ),
+    "nor where it costs more than the margin": ([node("a"), node("b", wait_s=0.1, session=True)], "a", "cold"),
+    "nor saturated": ([node("a"), node("b", saturated=True, session=True)], "a", "cold"),
+    "nor suspect": ([node("a"), node("b", suspect=True, session=True)], "a", "cold"),
+    "an estimate decides by what it saves": ([node("a"), node("b", wait_s=0.4, estimate=500)], "b", "session"),
+    "and not by more": ([node("a"), node("b", wait_s=0.6, estimate=500)], "a", "cold"),
+    "a longer match comes before an estimate": ([node("a", matched=600), node("b", estimate=500)], "a", "locality"),
+    "the load envelope holds for an estimate": (
+        [node("a"), node("b", wait_s=4.0, estimate=999), node("c")],
+        "a",
+        "cold",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SESSION_CASES)
+def test_the_rule_with_a_session(case: str) -> None:
+    candidates, expected, reason = SESSION_CASES[case]
+    request = replace(PROMPT, session=7)
+    decision = LeastTtft()(request, candidates, price=1.0)
+    assert (decision.node.id, decision.reason) == (expected, reason)
+    assert decision.best_matched_tokens == max(each.matched_tokens for each in candidates)
+
+
+def test_without_a_key_an_estimate_is_a_session_and_none_is_a_fallback() -> None:
+    request = InferenceRequest("m", 1000, session=7)
+    assert LeastTtft()(request, [node("a"), node("b", estimate=900)], price=1.0).reason is Reason.SESSION
+    assert LeastTtft()(request, [node("a"), node("b", session=True)], price=1.0).reason is Reason.FALLBACK
+
+
+@pytest.mark.parametrize("chains", [{}, {16: b""}, {16: b"", 32: b""}])
+def test_chains_without_a_block_are_nothing_to_match(chains: dict[int, bytes]) -> None:
+    for request in (InferenceRequest("m", 9, chains), InferenceRequest("m", 9, {}, chains)):
+        assert LeastTtft()(request, [node("a")], price=1.0).reason is Reason.FALLBACK
+    full = {**chains, 64: b"12345678"}
+    for request in (InferenceRequest("m", 9, full), InferenceRequest("m", 9, {}, full)):
+        assert LeastTtft()(request, [node("a")], price=1.0).reason is Reason.COLD
 
 
 def test_retries_go_to_the_next_best_cached_node() -> None:

@@ -27,38 +27,58 @@ vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blo
 vllm:prefix_cache_queries_total{engine="0",model_name="Qwen/Qwen3-8B"} 123456.0
 """  # noqa: E501 - as the engine writes it
 
-WHOLE = LoadSample(3.0, waiting=2, running=5, kv_usage=0.375, cache_tokens=432_000, started_at_s=1764000123.45)
+WHOLE = LoadSample(3.0, 2, 5, 0.375, cache_tokens=432_000, started_at_s=1764000123.45, block_tokens=16)
 
 
 def test_a_page_gives_a_whole_sample() -> None:
     assert vllm(PAGE, at_s=3.0) == WHOLE
 
 
+def behind(size: bytes = b"16", blocks: bytes = b"27001") -> bytes:
+    """The lines of another engine behind the same page."""
+    lines = (line for line in PAGE.splitlines() if line.startswith(b"vllm:"))
+    page = b"".join(line.replace(b'engine="0"', b'engine="1"') + b"\n" for line in lines)
+    page = page.replace(b" 5.0", b" 1.0").replace(b" 0.375", b" 0.625")
+    return page.replace(b'block_size="16"', b'block_size="%s"' % size).replace(b'"27001"', b'"%s"' % blocks)
+
+
 def test_engines_behind_one_page_are_summed_and_their_usage_averaged() -> None:
-    second = b"".join(
-        line.replace(b'engine="0"', b'engine="1"').replace(b" 5.0", b" 1.0").replace(b" 0.375", b" 0.625") + b"\n"
-        for line in PAGE.splitlines()
-        if line.startswith(b"vllm:")
-    )
-    sample = vllm(PAGE + second, at_s=3.0)
+    sample = vllm(PAGE + behind(), at_s=3.0)
     assert (sample.waiting, sample.running, sample.kv_usage) == (4, 6, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("start", "field"),
+    ("others", "cache_tokens", "block_tokens"),
     [
-        (b"vllm:num_requests_waiting{", "waiting"),
-        (b"vllm:num_requests_running", "running"),
-        (b"vllm:kv_cache_usage_perc", "kv_usage"),
-        (b"vllm:cache_config_info", "cache_tokens"),
-        (b"process_start_time_seconds", "started_at_s"),
+        ([behind()], 864_000, 16),
+        ([behind(), behind(blocks=b"101")], 865_600, 16),
+        ([behind(b"32", b"11")], 432_320, None),  # any size would be a lie for one of them
+        ([behind(blocks=b"None")], None, 16),  # and so would half of the cache
+        ([behind(b"None")], None, None),
+        ([behind(blocks=b"1")], 432_000, 16),  # it says that it has none
     ],
 )
-def test_what_the_page_does_not_have_is_none_and_not_nothing(start: bytes, field: str) -> None:
+def test_caches_behind_one_page_add_up_and_blocks_have_a_size_where_all_agree(
+    others: list[bytes], cache_tokens: int | None, block_tokens: int | None
+) -> None:
+    sample = vllm(PAGE + b"".join(others), at_s=3.0)
+    assert (sample.cache_tokens, sample.block_tokens) == (cache_tokens, block_tokens)
+
+
+@pytest.mark.parametrize(
+    ("start", "fields"),
+    [
+        (b"vllm:num_requests_waiting{", ["waiting"]),
+        (b"vllm:num_requests_running", ["running"]),
+        (b"vllm:kv_cache_usage_perc", ["kv_usage"]),
+        (b"vllm:cache_config_info", ["cache_tokens", "block_tokens"]),
+        (b"process_start_time_seconds", ["started_at_s"]),
+    ],
+)
+def test_what_the_page_does_not_have_is_none_and_not_nothing(start: bytes, fields: list[str]) -> None:
     page = b"\n".join(line for line in PAGE.splitlines() if not line.startswith(start)) + b"\n"
     sample = vllm(page, at_s=3.0)
-    assert getattr(sample, field) is None
-    assert [name for name in LoadSample.__slots__ if getattr(sample, name) is None] == [field]
+    assert [name for name in LoadSample.__slots__ if getattr(sample, name) is None] == fields
 
 
 def test_an_idle_engine_says_zero_and_not_none() -> None:
@@ -74,7 +94,7 @@ def test_the_old_name_of_the_usage_is_read_where_the_new_one_is_missing() -> Non
     assert vllm(both, at_s=3.0).kv_usage == 0.5
 
 
-@pytest.mark.parametrize("number", [b"", b"abc", b"1,5", b"--", b"NaN", b"+Inf", b"-Inf"])
+@pytest.mark.parametrize("number", [b"", b"abc", b"1,5", b"--", b"NaN", b"+Inf", b"-Inf", b"1e308", b"-1e308"])
 def test_a_number_that_is_none_is_no_sample(number: bytes) -> None:
     page = PAGE.replace(b"} 2.0", b"} " + number).replace(b"} 0.375", b"} " + number)
     page = page.replace(b"1.76400012345e+09", number)
@@ -84,13 +104,25 @@ def test_a_number_that_is_none_is_no_sample(number: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "value"),
-    [(b"num_gpu_blocks", b"None"), (b"num_gpu_blocks", b"0"), (b"num_gpu_blocks", b"1"), (b"block_size", b"None")],
+    ("size", "blocks", "cache_tokens", "block_tokens"),
+    [
+        (b"16", b"None", None, 16),
+        (b"16", b"0", None, 16),
+        (b"16", b"1", None, 16),
+        (b"None", b"27001", None, None),
+        (b"0", b"27001", None, None),
+        (b"016", b"27001", 432_000, 16),
+        (b"-16", b"27001", None, None),
+        (b"9" * 5000, b"27001", None, None),
+        (b"16", b"9" * 5000, None, 16),
+    ],
 )
-def test_a_cache_of_unknown_or_no_size_is_none(label: bytes, value: bytes) -> None:
-    page = PAGE.replace(b'num_gpu_blocks="27001"', b'num_gpu_blocks="%s"' % (value if label[0] == 110 else b"27001"))
-    page = page.replace(b'block_size="16"', b'block_size="%s"' % (value if label[0] == 98 else b"16"))
-    assert vllm(page, at_s=3.0).cache_tokens is None
+def test_a_size_that_is_unknown_or_absurd_is_none(
+    size: bytes, blocks: bytes, cache_tokens: int | None, block_tokens: int | None
+) -> None:
+    page = PAGE.replace(b'block_size="16"', b'block_size="%s"' % size).replace(b'"27001"', b'"%s"' % blocks)
+    sample = vllm(page, at_s=3.0)
+    assert (sample.cache_tokens, sample.block_tokens) == (cache_tokens, block_tokens)
 
 
 def test_usage_stays_within_zero_and_one() -> None:

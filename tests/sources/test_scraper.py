@@ -14,8 +14,8 @@ from aiohttp import web
 from builders import pool_of, until
 
 from extproc.core.blocks import block_hashes
-from extproc.core.router import Pool
-from extproc.core.types import LoadSample, Node
+from extproc.core.pool import Pool
+from extproc.core.types import InferenceRequest, LoadSample, Node
 from extproc.sources.scraper import Scraper, ScrapeSettings
 
 
@@ -86,6 +86,11 @@ def pool_on(*nodes: tuple[str, str], block_tokens: int = 16) -> Pool:
     return pool
 
 
+def zeros(blocks: int, *, block_tokens: int = 16) -> InferenceRequest:
+    chain = block_hashes(bytes(4 * block_tokens * blocks), block_tokens=block_tokens, salt=1)
+    return InferenceRequest("m", blocks * block_tokens, {block_tokens: chain})
+
+
 def sample(pool: Pool, node: str) -> LoadSample | None:
     return pool.fleet.samples()[node]
 
@@ -125,39 +130,50 @@ async def test_a_page_that_comes_in_pieces_is_read_to_its_end() -> None:
 
 
 async def test_a_new_start_time_means_that_the_cache_is_void() -> None:
-    chain = block_hashes(bytes(4 * 16 * 10), block_tokens=16, salt=1)
+    prompt = zeros(10)
     async with fake_node(page(started=100.0)) as node, fake_node(page(started=100.0)) as other:
         pool = pool_on(("n1", node.address), ("n2", other.address))
         async with scraping({"m": pool}):
             await until(lambda: sample(pool, "n1") is not None and sample(pool, "n2") is not None)
             for name in ("n1", "n2"):
-                pool.prefix_map.store(name, chain, now=1.0)
+                pool.store(name, prompt, now=1.0)
             asked = node.asked
             await until(lambda: node.asked > asked + 2)
-            assert pool.prefix_map.match(chain) == {"n1": 10, "n2": 10}
+            assert pool.holders(prompt.chains) == {"n1": 160, "n2": 160}
             node.says(page(started=200.0))
-            await until(lambda: pool.prefix_map.blocks("n1") == 0)
-            assert pool.prefix_map.match(chain) == {"n2": 10}
+            await until(lambda: pool.blocks("n1") == 0)
+            assert pool.holders(prompt.chains) == {"n2": 160}
 
 
 async def test_the_map_takes_the_size_that_the_node_announces() -> None:
-    chain = block_hashes(bytes(4 * 16 * 100), block_tokens=16, salt=1)
+    prompt = zeros(100)
     async with fake_node(page(blocks=51)) as node:
         pool = pool_on(("n1", node.address))
-        pool.prefix_map.store("n1", chain, now=1.0)
-        assert pool.prefix_map.blocks("n1") == 100
+        pool.store("n1", prompt, now=1.0)
+        assert pool.blocks("n1") == 100
         async with scraping({"m": pool}):
-            await until(lambda: pool.prefix_map.blocks("n1") == 50)
+            await until(lambda: pool.blocks("n1") == 50)
             node.says(page(blocks=81))
-            await until(lambda: (pool.prefix_map.store("n1", chain, now=2.0), pool.prefix_map.blocks("n1") == 80)[1])
+            await until(lambda: (pool.store("n1", prompt, now=2.0), pool.blocks("n1") == 80)[1])
 
 
 async def test_a_block_of_the_map_may_be_larger_than_the_engine_s() -> None:
     async with fake_node(page(blocks=9)) as node:
         pool = pool_on(("n1", node.address), block_tokens=64)
-        pool.prefix_map.store("n1", block_hashes(bytes(4 * 64 * 10), block_tokens=64, salt=1), now=1.0)
+        pool.store("n1", zeros(10, block_tokens=64), now=1.0)
         async with scraping({"m": pool}):
-            await until(lambda: pool.prefix_map.blocks("n1") == 2)  # 8 blocks of 16 tokens
+            await until(lambda: pool.blocks("n1") == 2)  # 8 blocks of 16 tokens
+
+
+async def test_an_exact_pool_is_hashed_in_the_blocks_that_its_nodes_announce() -> None:
+    async with fake_node() as node:
+        pool = pool_of(block_tokens=64, exact=True)
+        pool.replace([Node("n1", node.address, "n1")])
+        assert pool.block_sizes() == (64,)
+        async with scraping({"m": pool}):
+            await until(lambda: pool.block_sizes() == (16,))
+            node.says(page().replace(b'block_size="16"', b'block_size="32"'))
+            await until(lambda: pool.block_sizes() == (32,))
 
 
 async def _hang(_: web.Request) -> web.StreamResponse:

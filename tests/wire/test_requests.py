@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from extproc.wire.requests import READERS, read, reader_of
+from extproc.wire.requests import APIS, Api, api_of, parse, read
 from extproc.wire.requests.content import FENCE, Content, canonical
 
 CHAT = "/v1/chat/completions"
@@ -21,10 +21,14 @@ ANTHROPIC = "/v1/messages"
 OLLAMA = "/api/chat"
 
 
+def api(path: str) -> Api:
+    found = api_of(path)
+    assert found is not None
+    return found
+
+
 def content(path: str, body: Any) -> Content:
-    reader = reader_of(path)
-    assert reader is not None
-    return read(reader, json.dumps({"model": "m", **body}).encode(), cut=False)
+    return read(api(path).canonical, parse(json.dumps({"model": "m", **body}).encode(), cut=False))
 
 
 def fenced(*texts: str | bytes) -> bytes:
@@ -42,24 +46,24 @@ def seen(part: Any) -> bytes:
 # ---- paths ----
 
 
-@pytest.mark.parametrize("suffix", READERS)
+@pytest.mark.parametrize("suffix", APIS)
 @pytest.mark.parametrize("path", ["{}", "/a/b{}", "{}/", "{}//?api-version=1&x=/chat/completions", "/openai{}?"])
 def test_prefix_query_and_trailing_slashes_do_not_matter(suffix: str, path: str) -> None:
-    assert reader_of(path.format(suffix)) is READERS[suffix]
+    assert api_of(path.format(suffix)) is APIS[suffix]
 
 
 def test_the_most_specific_suffix_wins() -> None:
-    assert reader_of("/v1/completions") is not reader_of("/v1/chat/completions")
-    assert reader_of("/completion") is not reader_of("/completions")
-    assert len({reader_of("/generate"), reader_of("/api/generate"), reader_of("/inference/v1/generate")}) == 3
-    assert reader_of("/v1/messages/count_tokens") is not reader_of("/v1/messages")
+    assert api_of("/v1/completions") is not api_of("/v1/chat/completions")
+    assert api_of("/completion") is not api_of("/completions")
+    assert len({api_of("/generate"), api_of("/api/generate"), api_of("/inference/v1/generate")}) == 3
+    assert api_of("/v1/messages/count_tokens") is not api_of("/v1/messages")
 
 
 @pytest.mark.parametrize(
     "path", ["", "/", "/v1/models", "/v1/mycompletions", "/v1/threads/t/messages", "/v1/responses/r"]
 )
-def test_other_paths_have_no_reader(path: str) -> None:
-    assert reader_of(path) is None
+def test_other_paths_have_no_api(path: str) -> None:
+    assert api_of(path) is None
 
 
 # ---- golden cases ----
@@ -422,14 +426,12 @@ def reversed_keys(value: Any) -> Any:
 
 @pytest.mark.parametrize(("path", "body", "data"), GOLDEN.values(), ids=GOLDEN)
 def test_white_space_escapes_and_key_order_do_not_matter(path: str, body: dict[str, Any], data: bytes) -> None:
-    reader = reader_of(path)
-    assert reader is not None
     forms: list[Callable[[Any], str]] = [
         lambda value: json.dumps(value, indent=3),
         lambda value: json.dumps(reversed_keys(value), separators=(",", ":"), ensure_ascii=False),
     ]
     for form in forms:
-        assert read(reader, form(body).encode(), cut=False).data == data
+        assert read(api(path).canonical, parse(form(body).encode(), cut=False)).data == data
 
 
 @pytest.mark.parametrize(

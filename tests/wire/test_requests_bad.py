@@ -1,19 +1,22 @@
-"""Bodies as they come: what is done with each kind of bad input, and that nothing but NoContent ever escapes."""
+"""Bodies as they come: what is done with each kind of bad input, and that nothing but a refusal ever escapes."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extproc.wire.requests import READERS, read, reader_of
-from extproc.wire.requests.content import FENCE, Content, NoContent
-from tests.wire.test_requests import GOLDEN, SEVERAL
+from extproc.core.prompt import Chat, Ids, Text
+from extproc.wire.requests import APIS, parse, read
+from extproc.wire.requests.content import FENCE, Content, NoContent, NotExact
+from tests.wire.test_requests import GOLDEN, SEVERAL, api
+from tests.wire.test_requests_exact import EXACT
 
 CHAT = "/v1/chat/completions"
 
@@ -58,9 +61,7 @@ READ: dict[str, tuple[str, bytes, bytes]] = {
 
 @pytest.mark.parametrize(("path", "body", "expected"), READ.values(), ids=READ)
 def test_odd_bodies_that_are_read(path: str, body: bytes, expected: bytes) -> None:
-    reader = reader_of(path)
-    assert reader is not None
-    found = read(reader, body, cut=False)
+    found = read(api(path).canonical, parse(body, cut=False))
     assert (found.model, found.data) == ("m", expected)
 
 
@@ -111,19 +112,15 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
 
 @pytest.mark.parametrize(("path", "body", "why"), REFUSED.values(), ids=REFUSED)
 def test_bodies_that_are_refused(path: str, body: bytes, why: str) -> None:
-    reader = reader_of(path)
-    assert reader is not None
     with pytest.raises(NoContent, match=why):
-        read(reader, body, cut=False)
+        read(api(path).canonical, parse(body, cut=False))
 
 
 def test_an_image_of_40_mb_is_a_few_bytes() -> None:
     image = base64.b64encode(os.urandom(1 << 20)) * 29
     body = chat('[{"type":"image_url","image_url":{"url":"' + image.decode() + '"}}]')
-    reader = reader_of(CHAT)
-    assert reader is not None
     assert len(body) > 40_000_000
-    assert len(read(reader, body, cut=False).data) == len(b"user" + FENCE + FENCE + FENCE) + 16
+    assert len(read(api(CHAT).canonical, parse(body, cut=False)).data) == len(b"user" + FENCE + FENCE + FENCE) + 16
 
 
 # ---- whatever comes ----
@@ -133,14 +130,18 @@ JSON = st.recursive(
     | st.booleans()
     | st.integers(-(2**70), 2**70)
     | st.floats()
-    | st.sampled_from(["text", "tool_use", "tool_result", "disabled", "user", "é\0", "x-anthropic-billing-header"]),
+    | st.sampled_from(["text", "tool_use", "tool_result", "disabled", "é\0", "x-anthropic-billing-header"])
+    | st.sampled_from(["user", "assistant", "system", "tool", "developer", "function", "namespace", "reasoning"]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(["type", "text", "role", "content", "offset", "length", "image"]), inner)
     ),
     max_leaves=6,
 )
-REAL = [(path, {"model": "m", "cache_salt": "s", **body}) for path, body, *_ in (*GOLDEN.values(), *SEVERAL.values())]
+REAL = [
+    (path, {"model": "m", "cache_salt": "s", **body})
+    for path, body, *_ in (*GOLDEN.values(), *SEVERAL.values(), *EXACT)
+]
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -158,16 +159,43 @@ def with_value(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
-def only_no_content_escapes(path: str, body: bytes, *, cut: bool) -> None:
-    reader = reader_of(path)
-    assert reader is not None
+def only_refusals_escape(path: str, body: bytes, *, cut: bool) -> None:
+    """The canonical reading refuses with NoContent, the exact one with NotExact as well; so do looks at its chat."""
+    canonical, exact = api(path)
     try:
-        found = read(reader, body, cut=cut)
+        parsed = parse(body, cut=cut)
     except NoContent:
         return
-    assert isinstance(found, Content)
-    assert isinstance(found.data, bytes)
-    assert found.extra_bytes >= 0
+    try:
+        found = read(canonical, parsed)
+    except NoContent:
+        found = None
+    else:
+        assert isinstance(found, Content)
+        assert isinstance(found.data, bytes)
+        assert found.extra_bytes >= 0
+    if exact is None:
+        return
+    try:
+        exactly = read(exact, parsed)
+    except NotExact:
+        return
+    except NoContent:
+        assert found is None
+        return
+    assert (exactly.data, exactly.extra_bytes >= 0) == (b"", True)
+    if isinstance(exactly.prompt, Chat):
+        only_not_exact_escapes(exactly.prompt)
+    else:
+        assert isinstance(exactly.prompt, Text | Ids | None)
+
+
+def only_not_exact_escapes(chat: Chat) -> None:
+    with suppress(NotExact):
+        assert all(isinstance(message["role"], str) for message in chat.expand(chat.messages))
+    for message in chat.messages:
+        with suppress(NotExact):
+            assert b"".join(chat.identity(message)) != b""
 
 
 @settings(max_examples=1500, deadline=None)
@@ -178,7 +206,7 @@ def test_a_real_body_with_another_value_somewhere(
     path, body = real
     for _ in range(drawn.draw(st.integers(1, 2))):
         body = with_value(body, drawn.draw(st.sampled_from(places(body))), drawn.draw(JSON))
-    only_no_content_escapes(path, json.dumps(body).encode(), cut=cut)
+    only_refusals_escape(path, json.dumps(body).encode(), cut=cut)
 
 
 @settings(max_examples=1000, deadline=None)
@@ -195,13 +223,13 @@ def test_a_real_body_with_other_bytes_somewhere(
 ) -> None:
     body = json.dumps(real[1]).encode()
     start, stop = sorted((start % len(body), stop % len(body)))
-    only_no_content_escapes(real[0], body[:start] + new + body[stop:], cut=cut)
-    only_no_content_escapes(real[0], body[:start] + new, cut=True)
+    only_refusals_escape(real[0], body[:start] + new + body[stop:], cut=cut)
+    only_refusals_escape(real[0], body[:start] + new, cut=True)
 
 
 @settings(max_examples=300, deadline=None)
-@given(path=st.sampled_from(list(READERS)), body=st.binary(max_size=50) | JSON.map(lambda v: json.dumps(v).encode()))
+@given(path=st.sampled_from(list(APIS)), body=st.binary(max_size=50) | JSON.map(lambda v: json.dumps(v).encode()))
 @example(path="/chat/completions", body=b"")
 def test_any_bytes_at_any_api(path: str, body: bytes) -> None:
-    only_no_content_escapes(path, body, cut=False)
-    only_no_content_escapes(path, body, cut=True)
+    only_refusals_escape(path, body, cut=False)
+    only_refusals_escape(path, body, cut=True)

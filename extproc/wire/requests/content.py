@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
+from extproc.core.prompt import Ids, Prompt, Text
+
 FENCE = b"\x1e"
 """Between the parts of a canonical text; no tokenizer's business, and not found in what people write."""
 
@@ -23,23 +25,34 @@ class Content:
     salt: str
     """What keeps the whole prompt apart in the engine, the client's `cache_salt` above all; "" when nothing does."""
     data: bytes
-    """b"" where there is nothing to match: such a request is routed by load."""
+    """b"" where there is nothing to match: such a request is routed by load. Also b"" when `prompt` has it."""
     extra_bytes: int = 0
     """Work of the same request that `data` does not show: further prompts of the same body, or all that is embedded."""
+    prompt: Prompt | None = None
+    """What exact reading finds in place of `data`; None as well when there is nothing to match."""
 
 
 class NoContent(ValueError):
     """The body parsed, but is not a request of this API."""
 
 
+class NotExact(ValueError):
+    """A request whose tokens cannot be told from its body, or that the engine would refuse."""
+
+
 def content_of(
-    body: Mapping[str, Any], data: bytes, extra_bytes: int = 0, *, apart: frozenset[str] = frozenset()
+    body: Mapping[str, Any],
+    data: bytes,
+    extra_bytes: int = 0,
+    *,
+    apart: frozenset[str] = frozenset(),
+    prompt: Prompt | None = None,
 ) -> Content:
-    """`data` with the model and the salt that the body names; what it sets of `apart` enters the salt by hash."""
+    """What was read, with the model and salt that the body names; what it sets of `apart` enters the salt by hash."""
     salt = name(body.get("cache_salt")) or ""
     if apart and (others := front(body, apart)):
         salt += xxh3_128_hexdigest(b"".join(others))
-    return Content(name(body.get("model")), salt, data, extra_bytes)
+    return Content(name(body.get("model")), salt, data, extra_bytes, prompt)
 
 
 def canonical(value: Any) -> bytes:
@@ -81,6 +94,14 @@ def _part(value: Any) -> bytes:
         return text(value)
     # a tuple: the type may be anything, also what cannot be hashed
     return text(value.get("text")) if value.get("type") in ("text", "input_text", "output_text") else media(value)
+
+
+def flag(body: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A boolean of the body. NotExact: anything else, though engines read some of it as one ("yes", 1)."""
+    value = body.get(key, default)
+    if not isinstance(value, bool):
+        raise NotExact(f"{key} is no boolean")
+    return value
 
 
 def front(body: Mapping[str, Any], keys: frozenset[str]) -> list[bytes]:
@@ -137,6 +158,12 @@ def conversation(messages: Any, of: Callable[[Any], bytes] = parts) -> list[byte
 def prompts(value: Any) -> list[bytes]:
     """A string, token ids, or a list of either, as one or more prompts."""
     return [_prompt(each) for each in (value if _is_several(value) else [value])]
+
+
+def text_or_ids(value: Any, prompt: bytes, *, add_special_tokens: bool) -> Text | Ids:
+    """The first prompt of `value` in exact form; `prompt` is how `prompts` read it."""
+    first = value[0] if _is_several(value) else value
+    return Text(first, add_special_tokens) if isinstance(first, str) else Ids(prompt)
 
 
 def _is_several(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from extproc.wire.requests.content import Content, content_of, prompts
+from extproc.wire.requests.content import Content, NotExact, content_of, prompts, text_or_ids
 
 _APART = frozenset(("multimodal_data",))
 
@@ -15,11 +15,32 @@ def completion(body: Mapping[str, Any]) -> Content:
 
     The first decides, all count as work. Media keep the whole prompt apart.
     """
-    prompt = body.get("prompt")
-    several = prompt if isinstance(prompt, list) and not any(isinstance(each, int) for each in prompt) else None
-    first, *others = several or [prompt]
+    first, *others = _several(body)
     named = {**body, **first} if isinstance(first, dict) else body
-    return content_of(named, _one(first), sum(len(_one(each)) for each in others), apart=_APART)
+    return content_of(named, _one(first), _size(others), apart=_APART)
+
+
+def exact_completion(body: Mapping[str, Any]) -> Content:
+    """A text with special tokens, or ids; not a list that mixes them, nor media."""
+    first, *others = _several(body)
+    data = _one(first)
+    if isinstance(first, dict):
+        if first.get("multimodal_data"):
+            raise NotExact("media")
+        first = first["prompt_string"]
+    if isinstance(first, list) and any(isinstance(each, str) for each in first):
+        raise NotExact("text and token ids in one prompt")
+    return content_of(body, b"", _size(others), prompt=text_or_ids(first, data, add_special_tokens=True))
+
+
+def _several(body: Mapping[str, Any]) -> list[Any]:
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and not any(isinstance(each, int) for each in prompt)
+    return (prompt if several else None) or [prompt]
+
+
+def _size(prompts: list[Any]) -> int:
+    return sum(len(_one(each)) for each in prompts)
 
 
 def _one(value: Any) -> bytes:

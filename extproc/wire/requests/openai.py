@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from extproc.wire.requests.content import FENCE, Content, content_of, conversation, front, prompts, size, text
+from extproc.wire.requests.chat import chat, has_media, identity, listed, messages, objects, tool, unchanged
+from extproc.wire.requests.content import (
+    FENCE,
+    Content,
+    NotExact,
+    content_of,
+    conversation,
+    flag,
+    front,
+    prompts,
+    size,
+    text,
+    text_or_ids,
+)
 
 _FRONT = frozenset(
     (
@@ -42,6 +55,47 @@ def chat_completions(body: Mapping[str, Any]) -> Content:
     return content_of(body, b"".join(parts))
 
 
+def exact_chat_completions(body: Mapping[str, Any]) -> Content:
+    """The chat as vLLM 0.32 renders it.
+
+    Not followed is `--exclude-tools-when-tool-choice-none`, and what Harmony (gpt-oss) makes of a chat.
+    """
+    said = listed(body.get("messages"))
+    continues, prompted = flag(body, "continue_final_message", False), flag(body, "add_generation_prompt", True)
+    if continues and prompted:
+        raise NotExact("continue_final_message with a generation prompt")
+    tools = body.get("tools")
+    prompt = chat(
+        body,
+        said,
+        messages,
+        identity,
+        tools=[_tool(each) for each in objects(tools)] if tools else None,
+        media=has_media(each.get("content") for each in said if isinstance(each, dict)),
+        effort=body.get("reasoning_effort"),
+        documents=body.get("documents"),
+        add_generation_prompt=prompted,
+        continue_final_message=continues,
+        add_special_tokens=flag(body, "add_special_tokens", False),
+    )
+    return content_of(body, b"", prompt=prompt)
+
+
+def _tool(value: dict[str, Any]) -> dict[str, Any]:
+    function, outer = value.get("function"), value.get("defer_loading")
+    if value.get("type", "function") != "function" or not isinstance(function, dict):
+        raise NotExact("a tool that is no function")
+    inner = function.get("defer_loading")
+    done = tool(
+        function.get("name"),
+        function.get("description"),
+        function.get("parameters"),
+        function.get("strict"),
+        outer if inner is None else inner,
+    )
+    return done if outer is None else {**done, "defer_loading": outer}
+
+
 def completions(body: Mapping[str, Any]) -> Content:
     """A string, token ids, or a list of either: the first decides, all count as work.
 
@@ -54,3 +108,16 @@ def completions(body: Mapping[str, Any]) -> Content:
     if suffix := body.get("suffix"):
         first, *others = (prompt + FENCE + text(suffix) for prompt in (first, *others))
     return content_of(body, first, sum(map(len, others)), apart=_APART)
+
+
+def exact_completions(body: Mapping[str, Any]) -> Content:
+    """The first prompt, text or ids; a suffix is put in place by the model's own rules, which few models have."""
+    if body.get("prompt_embeds"):
+        return completions(body)
+    first, *others = prompts(body.get("prompt"))
+    unchanged(body)
+    if body.get("suffix") is not None:
+        raise NotExact("a suffix")
+    special = flag(body, "add_special_tokens", True)
+    prompt = text_or_ids(body["prompt"], first, add_special_tokens=special)
+    return content_of(body, b"", sum(map(len, others)), prompt=prompt)

@@ -7,16 +7,32 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from extproc.wire.requests.content import Content, NoContent, content_of, prompts, text
+from extproc.core.prompt import Ids
+from extproc.wire.requests.content import Content, NoContent, NotExact, content_of, prompts, text
+
+_APART = frozenset(("content_parts",))
+"""Media that the engine puts in their places itself: they keep the whole prompt apart."""
 
 
 def generate(body: Mapping[str, Any]) -> Content:
     """Token ids as they are; where an image stands, its placeholder ids give way to the hash that the client sends."""
+    return content_of(body, _ids(body), apart=_APART)
+
+
+def exact_generate(body: Mapping[str, Any]) -> Content:
+    """The same ids: blocks with a hash in them match our own predictions alone."""
+    ids = _ids(body)
+    if body.get("content_parts"):
+        raise NotExact("media that the engine puts in their places")
+    return content_of(body, b"", prompt=Ids(ids))
+
+
+def _ids(body: Mapping[str, Any]) -> bytes:
     data = prompts(body.get("token_ids"))
     if len(data) > 1 or not isinstance(body["token_ids"], list):
         raise NoContent("token_ids are not those of one prompt")
     features = body.get("features")
-    return content_of(body, data[0] if features is None else _placed(data[0], features))
+    return data[0] if features is None else _placed(data[0], features)
 
 
 def _placed(data: bytes, features: Any) -> bytes:

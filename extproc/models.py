@@ -1,0 +1,189 @@
+"""Tokenizers and templates of the models: loaded in the background, tested against themselves, and reported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from extproc.config import Config, ModelConfig
+from extproc.core.prefix_map import PrefixMap
+from extproc.core.types import HASH_BYTES
+from extproc.reading import Passed, Phases, Reader, Reading, Unkeyed
+from extproc.tokens.encoder import Encoder
+from extproc.tokens.files import find
+from extproc.tokens.growth import Growth
+from extproc.tokens.memo import Memo
+from extproc.tokens.template_files import Templates
+from extproc.tokens.tokenizer import Tokenizer
+from extproc.wire.envoy_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProtocolConfiguration
+from extproc.wire.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+_TEST_S = 3600.0
+_RETRY_S = 60.0
+_TEST_DEADLINE_S = 10.0
+
+_QUESTION = "What is the weight of the moon, and what would it be worth in cheese? " * 40
+_TURNS = [
+    {"role": "system", "content": "You know everything about celestial bodies. " * 40},
+    {"role": "user", "content": _QUESTION},
+    {"role": "assistant", "content": "About 7.3e22 kg, and far too much. " * 10},
+    {"role": "user", "content": "And of the sun?"},
+]
+
+
+class Models:
+    """Keeps `reader.encoders` as the configuration wants them."""
+
+    def __init__(self, reader: Reader, memo: Memo, *, clock: Callable[[], float], now: Callable[[], datetime]) -> None:
+        """`now`: local time, for templates that write the date."""
+        self._reader = reader
+        self._load = partial(load_encoder, memo=memo, clock=clock, now=now)
+        self._wanted: dict[str, ModelConfig] = {}
+        self._loaded: dict[str, tuple[object, ...]] = {}
+        self.failures: dict[str, str] = {}
+        """By pool: why its tokenizer is not there, or what its self-test found. Empty: all is well."""
+        self._wake, self._settled = asyncio.Event(), asyncio.Event()
+
+    def want(self, config: Config) -> None:
+        """Take a new configuration; `run` makes it so."""
+        self._wanted = {model.name: model for model in config.models}
+        for name in [name for name in self._loaded if self._source(name) != self._loaded[name]]:
+            del self._loaded[name]
+            self._reader.encoders.pop(name, None)
+            self.failures.pop(name, None)
+        self._wake.set()
+
+    def _source(self, name: str) -> tuple[object, ...] | None:
+        model = self._wanted.get(name)
+        if model is None or model.tokenizer is None:
+            return None
+        return model.tokenizer, model.tokenizer_revision, model.chat_template, json.dumps(model.chat_template_kwargs)
+
+    async def load(self) -> bool:
+        """Load what is wanted and not there, in a thread; True when something was. What fails is tried again at the
+        next call."""
+        any_loaded = False
+        for name, model in list(self._wanted.items()):
+            source = self._source(name)
+            if source is None or name in self._loaded:
+                continue
+            try:
+                encoder = await asyncio.to_thread(self._load, model)
+            except (ValueError, OSError) as error:
+                self.failures[name] = f"{Unkeyed.TOKENIZER}: {error}"
+                log.warning("pool %s: prompts are routed by load alone: %s", name, error)
+                continue
+            if self._source(name) == source:  # the configuration may have changed meanwhile
+                self._loaded[name] = source
+                self._reader.encoders[name] = encoder
+                self.failures.pop(name, None)
+                log.info("pool %s: %s", name, ", ".join(f"{key}: {value}" for key, value in encoder.status().items()))
+                any_loaded = True
+        return any_loaded
+
+    async def test(self) -> None:
+        """Send a known prompt twice through every pool's reading, and a conversation that goes on."""
+        for name in list(self._wanted):
+            if self._source(name) is not None and name not in self._loaded:
+                continue
+            found = await self_test(self._reader, name)
+            if found is None:
+                self.failures.pop(name, None)
+            else:
+                self.failures[name] = f"self-test: {found}"
+                log.error("pool %s: self-test: %s", name, found)
+
+    async def run(self) -> None:
+        """For ever: loads what is wanted, tries again every minute what failed, tests every hour."""
+        loop = asyncio.get_running_loop()
+        test_at_s = loop.time()
+        while True:
+            self._wake.clear()
+            if await self.load() or loop.time() >= test_at_s:
+                await self.test()
+                test_at_s = loop.time() + _TEST_S
+            self._settled.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RETRY_S):
+                    await self._wake.wait()
+
+    async def settled(self, timeout_s: float) -> None:
+        """Wait until everything was tried once, but no longer than this."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+
+    def status(self) -> dict[str, dict[str, object]]:
+        """For the health page: what each pool's blocks are made of, and what is wrong with that."""
+        return {
+            name: {
+                "tokens": "approximate" if model.tokenizer is None else "exact",
+                **(self._reader.encoders[name].status() if name in self._reader.encoders else {}),
+                "fault": self.failures.get(name),
+            }
+            for name, model in self._wanted.items()
+        }
+
+
+def load_encoder(model: ModelConfig, memo: Memo, *, clock: Callable[[], float], now: Callable[[], datetime]) -> Encoder:
+    """The tokenizer and the templates of a model. ValueError or OSError says what is missing or broken."""
+    assert model.tokenizer is not None
+    files = find(model.tokenizer, revision=model.tokenizer_revision)
+    source = files.chat_template
+    if model.chat_template is not None:
+        source = Path(model.chat_template).read_text(encoding="utf-8")
+    tokenizer, growth = Tokenizer.load(files), None
+    if source is not None or "chat_template" in files.config:
+        templates = Templates.from_files(
+            files.config,
+            source,
+            special_tokens_map=files.special_tokens,
+            now=now,
+            clock=clock,
+            defaults=model.chat_template_kwargs,
+        )
+        growth = Growth(templates, tokenizer.last_fence, clock)
+    return Encoder(tokenizer, growth, memo)
+
+
+async def self_test(reader: Reader, pool: str) -> str | None:
+    """Does a known prompt match itself on its way from bytes to blocks, and is a conversation that goes on what it is
+    when read anew? None, or what is wrong."""
+    try:
+        first, again, longer = [await _read(reader, pool, turns) for turns in (_TURNS[:2], _TURNS[:2], _TURNS)]
+    except (Passed, ValueError) as error:
+        return f"a prompt cannot be read: {error}"
+    for size, chain in first.request().chains.items():
+        held = PrefixMap()
+        held.add_node("node", 1 << 20)
+        held.store("node", chain, now=0.0)
+        if not chain or held.match(again.request().chains[size]) != {"node": len(chain) // HASH_BYTES}:
+            return "a prompt does not match itself"
+    if longer.job is not None and not await asyncio.to_thread(reader.encoders[pool].check, longer.job):
+        return "a conversation that goes on is not what it is when read anew"
+    return None if first.request().chains else "a prompt has no blocks"
+
+
+async def _read(reader: Reader, pool: str, turns: list[dict[str, str]]) -> Reading:
+    """As if Envoy had sent it."""
+    body = json.dumps({"model": pool, "messages": turns}).encode()
+    headers = HttpHeaders()
+    headers.headers.headers.add(key=":path", raw_value=b"/v1/chat/completions")
+    exchange, phases = Exchange(head_bytes=len(body) + 1), Phases()
+    mode = ProtocolConfiguration(request_body_mode=ProtocolConfiguration.BUFFERED)
+    exchange.receive(ProcessingRequest(request_headers=headers, protocol_config=mode))
+    exchange.receive(ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True)))
+    reading = reader.begin(exchange, phases)
+    reading.until_s += _TEST_DEADLINE_S
+    await reader.finish(reading, phases)
+    if phases.unkeyed is not None:
+        raise ValueError(f"cause {phases.unkeyed}")
+    return reading

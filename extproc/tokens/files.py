@@ -1,0 +1,146 @@
+"""The files that make up a model's tokenizer, in a directory or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import tokenizers
+from tokenizers import AddedToken
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "*.tiktoken")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be found or loaded, or cannot do what the engine's does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What lies there; a file that does not is None, or empty."""
+
+    directory: Path
+    tokenizer: Path | None
+    """tokenizer.json; it is large, so it is read by who needs it."""
+    tiktoken: Path | None
+    """A rank file; only of use where there is no tokenizer.json."""
+    config: dict[str, Any]
+    """tokenizer_config.json."""
+    special_tokens: dict[str, Any]
+    """special_tokens_map.json."""
+    chat_template: str | None
+    """chat_template.jinja; the engine prefers it to the one in the config."""
+
+
+def find(source: str, *, revision: str | None) -> Files:
+    """The files of `source`: a directory, or an id on the hub (from its cache, or downloaded, as HF_HOME and
+    HF_HUB_OFFLINE say). Only at start: this may wait for the network. TokenizerError: what was looked for, and where.
+    """
+    directory = Path(source).expanduser()
+    if not directory.is_dir():
+        if source.startswith(("/", ".", "~")):
+            raise TokenizerError(f"no tokenizer at {source!r}: there is no such directory")
+        try:
+            directory = Path(huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=list(_NAMES)))
+        except (OSError, ValueError) as error:  # the hub's own errors are among them
+            raise TokenizerError(
+                f"no tokenizer at {source!r}: no such directory, and the Hugging Face hub gave none"
+                f" (revision {revision or 'main'}): {error}"
+            ) from error
+    tokenizer = directory / "tokenizer.json"
+    tiktoken = sorted(directory.glob("*.tiktoken"))
+    if len(tiktoken) > 1 and not tokenizer.is_file():
+        raise TokenizerError(f"{directory} has no tokenizer.json, and several *.tiktoken files")
+    if not tokenizer.is_file() and not tiktoken:
+        raise TokenizerError(f"no tokenizer at {source!r}: {directory} has neither tokenizer.json nor *.tiktoken")
+    template = directory / "chat_template.jinja"
+    return Files(
+        directory=directory,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tiktoken=tiktoken[0] if tiktoken else None,
+        config=_mapping(directory / "tokenizer_config.json"),
+        special_tokens=_mapping(directory / "special_tokens_map.json"),
+        chat_template=read(template).decode("utf-8", "replace") if template.is_file() else None,
+    )
+
+
+def read(path: Path) -> bytes:
+    """The bytes of a file; TokenizerError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"cannot read {path}: {error.strerror}") from error
+
+
+def parse(data: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object; TokenizerError when it is none."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path} is not a JSON object")
+    return found
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    return parse(read(path), path) if path.is_file() else {}
+
+
+# ---- what Hugging Face's loader adds to tokenizer.json ----
+
+
+def hugging_face(data: bytes, files: Files) -> tokenizers.Tokenizer:
+    """The tokenizer that `data`, a tokenizer.json, and the files beside it make for AutoTokenizer (transformers 5.19),
+    without truncation and padding. What a model's own Python class would change is not done: see `Tokenizer.load`.
+    """
+    try:
+        library = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # it raises nothing narrower
+        raise TokenizerError(f"cannot load {files.tokenizer}: {error}") from error
+    library.no_truncation()
+    library.no_padding()
+    config = files.config
+    library.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    # special_tokens_map.json is the older place, and only read without the newer one
+    named = config if "added_tokens_decoder" in config else {**config, **files.special_tokens}
+    known = library.get_added_tokens_decoder().values()
+    contents, alike = {token.content for token in known}, {repr(token) for token in known}
+    more = [token for token in added_tokens(config).values() if repr(token) not in alike]
+    contents.update(token.content for token in more)
+    extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
+    values = [named.get(key) for key in _SPECIAL]
+    values += [value for key, value in named.items() if key.endswith("_token") and key not in _SPECIAL]
+    values += extra.values() if isinstance(extra, dict) else extra
+    for value in values:
+        token = added_token(value, special=True)
+        if token and token.content not in contents:
+            contents.add(token.content)
+            more.append(token)
+    if more:
+        library.add_tokens(more)
+    return library
+
+
+def added_tokens(config: dict[str, Any]) -> dict[int, AddedToken]:
+    """The added tokens that tokenizer_config.json lists, by id."""
+    listed = config.get("added_tokens_decoder") or {}
+    try:
+        found = {int(at): added_token(value) for at, value in sorted(listed.items(), key=lambda item: int(item[0]))}
+    except (AttributeError, ValueError) as error:
+        raise TokenizerError(f"tokenizer_config.json: added_tokens_decoder: {error}") from error
+    return {at: token for at, token in found.items() if token}
+
+
+def added_token(value: Any, *, special: bool = False) -> AddedToken | None:
+    """An added token as the configuration files write them: its text, or an object; None: something else."""
+    if isinstance(value, str) and value:
+        return AddedToken(value, special=special, normalized=not special)
+    if isinstance(value, dict) and isinstance(value.get("content"), str) and value["content"]:
+        flags = {key: bool(value[key]) for key in ("single_word", "lstrip", "rstrip", "normalized") if key in value}
+        return AddedToken(value["content"], special=special or bool(value.get("special", False)), **flags)
+    return None

@@ -1,0 +1,217 @@
+"""Whatever was read before, a prompt has the blocks of its token ids."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import time
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.core.blocks import TOKEN_BYTES, block_hashes
+from extproc.core.prompt import Chat, Message, Text
+from extproc.tokens.encoder import Encoder, Job
+from extproc.tokens.files import find
+from extproc.tokens.growth import Growth
+from extproc.tokens.memo import Memo
+from extproc.tokens.template_files import Templates
+from extproc.tokens.tokenizer import Tokenizer
+from tests.tokens import vocabularies
+
+SIZES = (1, 3, 16)
+KINDS = ("qwen2", "llama3", "metaspace")
+
+CHATML = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LONG = "{% if messages | length > 40 %}long{% endif %}" + CHATML
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception(messages[0].content) }}{% endif %}" + CHATML
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return Tokenizer.load(find(str(vocabularies.make(kind, Path(folder))), revision=None))
+
+
+@cache
+def probed(kind: str, template: str) -> tuple[Growth, bool]:
+    templates = Templates.from_files({"chat_template": template}, now=datetime.now, clock=time.monotonic)
+    growth = Growth(templates, tokenizer_of(kind).last_fence, time.monotonic)
+    return growth, growth.sure
+
+
+def encoder_of(kind: str, template: str = CHATML, memo_bytes: int = 1 << 20) -> Encoder:
+    growth, growth.sure = probed(kind, template)
+    return Encoder(tokenizer_of(kind), growth, Memo(memo_bytes))
+
+
+def chat(messages: list[Message], tools: list[Any] | None = None, **options: Any) -> Chat:
+    return Chat(messages, list, lambda message: [repr(message).encode()], tools, **options)
+
+
+def read(encoder: Encoder, prompt: Chat | Text, *, salt: int = 1, sizes: tuple[int, ...] = SIZES) -> Job:
+    job = Job(encoder, prompt, salt, sizes)
+    job.run()
+    assert job.done
+    return job
+
+
+def expected(ids: bytes, *, salt: int = 1, sizes: tuple[int, ...] = SIZES) -> dict[int, bytes]:
+    return {size: block_hashes(ids, block_tokens=size, salt=salt) for size in sizes}
+
+
+texts = st.text(alphabet=st.sampled_from("ab Z0\n.é漢<|im_end|>" + "\u0301"), max_size=40)
+words = st.text(alphabet="abc de", min_size=1, max_size=400)
+messages = st.lists(
+    st.builds(
+        lambda role, content: {"role": role, "content": content},
+        st.sampled_from(["user", "assistant", "tool", "system"]),
+        st.one_of(texts, words),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(prompt=st.one_of(texts, words), special=st.booleans())
+def test_a_text_has_the_blocks_of_its_ids(kind: str, prompt: str, special: bool) -> None:
+    encoder = encoder_of(kind)
+    ids = encoder.tokenizer.encode(prompt)
+    if special:
+        ids = encoder.tokenizer.start + ids + encoder.tokenizer.end
+    for _ in range(2):  # from nothing, and from the memo
+        job = read(encoder, Text(prompt, special))
+        assert job.chains() == expected(ids)
+        assert job.tokens == len(ids) // TOKEN_BYTES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(talk=messages, template=st.sampled_from([CHATML, TRIMMED]), generation=st.booleans(), turns=st.integers(1, 3))
+def test_a_conversation_has_the_blocks_of_its_ids_in_every_turn(
+    kind: str, talk: list[Message], template: str, generation: bool, turns: int
+) -> None:
+    encoder = encoder_of(kind, template)
+    for upto in range(1, len(talk) + 1, turns):
+        prompt = chat(talk[:upto], add_generation_prompt=generation)
+        assert encoder.growth is not None
+        ids = encoder.tokenizer.encode(encoder.growth.whole(prompt))
+        job = read(encoder, prompt)
+        assert job.chains() == expected(ids)
+        assert job.tokens == len(ids) // TOKEN_BYTES
+        assert encoder.check(job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turn_is_continued_from_the_one_before(kind: str) -> None:
+    encoder = encoder_of(kind)
+    talk = [{"role": "user", "content": "word " * 2000}]
+    assert not read(encoder, chat(talk)).continued
+    talk += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
+    job = Job(encoder, chat(talk), 1, SIZES)
+    assert job.fresh_bytes < 200 < job.text_bytes
+    assert job.tokens > 400  # an estimate, before anything is read
+    assert job.chains()[16]
+    job.run()
+    assert job.continued
+
+
+CHAT = ("tools", "options", "add_special_tokens")
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"salt": 2},
+        {"sizes": (3, 16)},
+        {"tools": [TOOL]},
+        {"options": {"documents": []}},
+        {"add_special_tokens": True},
+        {"talk": [{"role": "user", "content": "another"}]},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_differs_is_not_taken_from_the_memo(kind: str, other: dict[str, Any]) -> None:
+    encoder = encoder_of(kind)
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    read(encoder, chat(talk[:1]))
+    prompt = chat(other.get("talk", talk[:1]) + talk[1:], **{key: value for key, value in other.items() if key in CHAT})
+    job = Job(encoder, prompt, other.get("salt", 1), other.get("sizes", SIZES))
+    assert job.fresh_bytes == job.text_bytes
+    assert not any(job.chains().values())
+
+
+def test_the_memo_is_bounded_and_holds_neither_text_nor_more_than_a_block_of_ids() -> None:
+    encoder = encoder_of("qwen2", memo_bytes=20_000)
+    memo = encoder.memo
+    talk: list[Message] = []
+    for turn in range(40):
+        talk += [{"role": "user", "content": f"secret words {turn} " * 20}, {"role": "assistant", "content": "done"}]
+        read(encoder, chat(talk[:-1]))
+        read(encoder, Text(f"secret words {turn} " * 20))
+        assert 0 < len(memo) <= 20_000
+    entries = list(memo._entries.values())
+    assert entries
+    assert all(len(entry.mark.tail) < max(SIZES) * TOKEN_BYTES for entry in entries)
+    assert b"secret" not in pickle.dumps((list(memo._entries), entries))
+
+
+def test_a_continuation_that_is_wrong_is_found_out_and_not_tried_again() -> None:
+    encoder = encoder_of("qwen2", LONG)
+    assert encoder.growth is not None
+    assert encoder.growth.sure  # no probe is as long
+    talk = [{"role": ("user", "assistant")[i % 2], "content": "word " * 40} for i in range(43)]
+    assert encoder.check(read(encoder, chat(talk[:39])))
+    wrong = read(encoder, chat(talk[:41]))
+    assert wrong.continued
+    assert not encoder.check(wrong)
+    assert (encoder.mismatches, encoder.growth.sure) == (1, False)
+    right = read(encoder, chat(talk[:43]))
+    assert not right.continued
+    assert encoder.check(right)
+
+
+def test_what_the_template_refuses_has_no_blocks_and_is_not_quoted() -> None:
+    encoder = encoder_of("qwen2", STRICT)
+    job = Job(encoder, chat([{"role": "system", "content": "secret " * 40}]), 1, SIZES)
+    with pytest.raises(ValueError, match="refuses") as refused:
+        job.run()
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ValueError, match="no chat template"):
+        Job(
+            Encoder(tokenizer_of("qwen2"), None, Memo(1 << 20)), chat([{"role": "user", "content": "a"}]), 1, SIZES
+        ).run()
+
+
+def test_checks_are_for_the_first_continuations_and_now_and_then() -> None:
+    encoder = encoder_of("qwen2")
+    wanted = [encoder.wants_check() for _ in range(1000)]
+    assert all(wanted[:32])
+    assert 10 < sum(wanted[32:]) < 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_per_token_are_learnt(kind: str) -> None:
+    encoder = encoder_of(kind)
+    assert encoder.bytes_per_token == 4.0
+    text = "import re\n" * 2000
+    job = read(encoder, Text(text, False))
+    assert encoder.bytes_per_token == pytest.approx(len(text) / job.tokens, rel=0.01)
