@@ -48,17 +48,17 @@ class Models:
         self._load = partial(load_encoder, memo=memo, clock=clock, now=now)
         self._wanted: dict[str, ModelConfig] = {}
         self._loaded: dict[str, tuple[object, ...]] = {}
-        self.failures: dict[str, str] = {}
-        """By pool: why its tokenizer is not there, or what its self-test found. Empty: all is well."""
+        self._faults = reader.faults
         self._wake, self._settled = asyncio.Event(), asyncio.Event()
 
     def want(self, config: Config) -> None:
         """Take a new configuration; `run` makes it so."""
         self._wanted = {model.name: model for model in config.models}
         for name in [name for name in self._loaded if self._source(name) != self._loaded[name]]:
-            del self._loaded[name]
-            self._reader.encoders.pop(name, None)
-            self.failures.pop(name, None)
+            del self._loaded[name], self._reader.encoders[name]
+            self._faults.pop(name, None)
+        for name in self._faults.keys() - self._wanted.keys():
+            del self._faults[name]
         self._wake.set()
 
     def _source(self, name: str) -> tuple[object, ...] | None:
@@ -77,14 +77,16 @@ class Models:
                 continue
             try:
                 encoder = await asyncio.to_thread(self._load, model)
-            except (ValueError, OSError) as error:
-                self.failures[name] = f"{Unkeyed.TOKENIZER}: {error}"
+            except (
+                Exception
+            ) as error:  # what libraries raise at a broken file or a hub that is away is theirs to choose
+                self._faults[name] = f"{Unkeyed.TOKENIZER}: {error}"
                 log.warning("pool %s: prompts are routed by load alone: %s", name, error)
                 continue
             if self._source(name) == source:  # the configuration may have changed meanwhile
                 self._loaded[name] = source
                 self._reader.encoders[name] = encoder
-                self.failures.pop(name, None)
+                self._faults.pop(name, None)
                 log.info("pool %s: %s", name, ", ".join(f"{key}: {value}" for key, value in encoder.status().items()))
                 any_loaded = True
         return any_loaded
@@ -96,9 +98,9 @@ class Models:
                 continue
             found = await self_test(self._reader, name)
             if found is None:
-                self.failures.pop(name, None)
+                self._faults.pop(name, None)
             else:
-                self.failures[name] = f"self-test: {found}"
+                self._faults[name] = f"self-test: {found}"
                 log.error("pool %s: self-test: %s", name, found)
 
     async def run(self) -> None:
@@ -127,7 +129,7 @@ class Models:
             name: {
                 "tokens": "approximate" if model.tokenizer is None else "exact",
                 **(self._reader.encoders[name].status() if name in self._reader.encoders else {}),
-                "fault": self.failures.get(name),
+                "fault": self._faults.get(name),
             }
             for name, model in self._wanted.items()
         }
@@ -181,7 +183,7 @@ async def _read(reader: Reader, pool: str, turns: list[dict[str, str]]) -> Readi
     mode = ProtocolConfiguration(request_body_mode=ProtocolConfiguration.BUFFERED)
     exchange.receive(ProcessingRequest(request_headers=headers, protocol_config=mode))
     exchange.receive(ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True)))
-    reading = reader.begin(exchange, phases)
+    reading = await reader.begin(exchange, phases)
     reading.until_s += _TEST_DEADLINE_S
     await reader.finish(reading, phases)
     if phases.unkeyed is not None:

@@ -21,8 +21,8 @@ from extproc.tokens.encoder import Encoder, Job
 from extproc.wire.exchange import Exchange
 from extproc.wire.requests import Api, api_of, parse, read
 from extproc.wire.requests.content import Content, NoContent, NotExact, name
-from extproc.wire.requests.session import session
 from extproc.wire.requests.encoding import decode
+from extproc.wire.requests.session import session
 
 _SLICE_BLOCKS = 4096
 """Hashed at a time, 0.6 ms; then the loop gets a turn and the decision deadline is looked at."""
@@ -185,20 +185,22 @@ class Reader:
         self.settings = settings
         self.encoders: dict[str, Encoder] = {}
         """By pool; the one of an exact pool is missing until it could be loaded."""
+        self.faults: dict[str, str] = {}
+        """By pool: why its tokenizer is not there, or what its self-test found."""
         self.waiting_bytes = 0
         """Of prompts that threads have not read yet."""
         self._router = router
         self._threads = threads
         self._clock = clock
 
-    def begin(self, exchange: Exchange, phases: Phases) -> Reading:
+    async def begin(self, exchange: Exchange, phases: Phases) -> Reading:
         """What the head says; the prompt is still to be hashed. Passed: it is not for us."""
         api = api_of(exchange.headers.get(":path", ""))
         if api is None:
             raise Passed(Cause.UNKNOWN_PATH)
         settings, body, cut = self.settings, None, True
         if phases.cut is not Cut.NO_ROOM:
-            body, cut = self._body(exchange)
+            body, cut = await self._body(exchange, phases)
             if cut and phases.cut is None:
                 phases.cut = Cut.HEAD_BYTES
         pool, key = self._pool(None if body is None else name(body.get("model")))
@@ -239,7 +241,7 @@ class Reader:
                 reading.job, reading.exact = None, False
 
     async def _run(self, reading: Reading, job: Job, phases: Phases) -> None:
-        encoder = self.encoders[reading.pool]
+        encoder = job.encoder
         if job.fresh_bytes <= (_INLINE_BYTES if encoder.tokenizer.fast else _INLINE_BYTES_SLOW):
             job.run()
         elif self.waiting_bytes + job.fresh_bytes > self.settings.backlog_bytes:
@@ -267,14 +269,20 @@ class Reader:
         future.add_done_callback(done)
         return future
 
-    def _body(self, exchange: Exchange) -> tuple[Mapping[str, Any] | None, bool]:
+    async def _body(self, exchange: Exchange, phases: Phases) -> tuple[Mapping[str, Any] | None, bool]:
         """The parsed head, and: is that not the whole? None: nothing can be made of the head of a cut body."""
         head, cut = exchange.head(), exchange.cut_short
         if not head and not cut:
             raise Passed(Cause.EMPTY_BODY)
         try:
             if (encoding := exchange.headers.get("content-encoding")) is not None:
-                head, cut = decode(head, encoding, limit=self.settings.head_bytes, complete=not cut)
+                limit = self.settings.head_bytes
+                decoding = self._in_thread(partial(decode, head, encoding, limit=limit, complete=not cut), len(head))
+                done, _ = await asyncio.wait((decoding,), timeout=self.settings.decide_s)
+                if not done:
+                    phases.cut = Cut.DECISION_DEADLINE
+                    return None, True
+                head, cut = decoding.result()
             return parse(head, cut=cut), cut
         except NoContent as error:
             if not cut:

@@ -229,7 +229,7 @@ class ExtProc:
             return messages.echo_trailers(), None
         routed: Ticket | Rejection | None = None
         try:
-            reading = self.reader.begin(exchange, phases)
+            reading = await self.reader.begin(exchange, phases)
             await self.reader.finish(reading, phases)
             if phases.unkeyed is not None:
                 self._log_once("pool %s: prompts are not keyed, cause: %s", reading.pool, phases.unkeyed)

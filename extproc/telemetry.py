@@ -316,9 +316,16 @@ class _State(Collector):
             "Continued conversations that were found to differ from what they are when read anew.",
             labels=("pool",),
         )
+        faults = GaugeMetricFamily(
+            "kvaffinity_pool_fault",
+            "1 where a tokenizer could not be loaded or the self-test failed; /healthz says what it is.",
+            labels=("pool",),
+        )
         for name, encoder in reader.encoders.items():
             mismatches.add_metric((name,), encoder.mismatches)
-        yield mismatches
+        for name in self._router.pools:
+            faults.add_metric((name,), name in reader.faults)
+        yield from (mismatches, faults)
         for key, description, value in (
             ("tickets", "Routed requests whose outcome is not known yet.", len(self._router)),
             ("streams", "Exchanges in hand.", self._ext_proc.streams),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import msgspec
 from xxhash import xxh3_128_digest
 
@@ -15,6 +17,7 @@ from extproc.tokens.tokenizer import Tokenizer
 _SLICE_BYTES = 1 << 16
 """Of token ids hashed at a time: others that wait for the interpreter get it in between."""
 
+_NUMBERS = count()
 _CHECKED_FIRST = 32
 _CHECKED_EVERY = 64
 
@@ -27,6 +30,8 @@ class Encoder:
         self.tokenizer = tokenizer
         self.growth = growth
         self.memo = memo
+        self.number = next(_NUMBERS)
+        """What it remembers is its own: another template or tokenizer makes something else of the same prompt."""
         self.mismatches = 0
         """Continued conversations that were found to differ from what they are when read anew."""
         self._continued = 0
@@ -84,7 +89,7 @@ class Job:
         """About how much text it is."""
         self.fresh_bytes = 0
         """How much of that `run` will read."""
-        self._encoder = encoder
+        self.encoder = encoder
         self._memo = encoder.memo if remember else None
         self._mark: Mark = beginning(salt, sizes)
         self._parts: list[tuple[Chain, ...]] = []
@@ -94,7 +99,7 @@ class Job:
         if isinstance(prompt, Chat):
             self._find(prompt)
         else:
-            self._keys.append(xxh3_128_digest(msgspec.msgpack.encode((salt, sizes, prompt.add_special_tokens))))
+            self._keys.append(xxh3_128_digest(self._root(prompt.add_special_tokens)))
             self.text_bytes = self.fresh_bytes = len(prompt.text)
         self._expected = self._mark.length / TOKEN_BYTES + self.fresh_bytes / encoder.bytes_per_token
 
@@ -117,9 +122,12 @@ class Job:
             self._anew(prompt)
         self.done = True
 
+    def _root(self, special: bool) -> bytes:
+        return msgspec.msgpack.encode((self.encoder.number, self.salt, self.sizes, special))
+
     def _find(self, chat: Chat) -> None:
         front = msgspec.json.encode((chat.tools, chat.options))
-        key = xxh3_128_digest(msgspec.msgpack.encode((self.salt, self.sizes, chat.add_special_tokens)) + front)
+        key = xxh3_128_digest(self._root(chat.add_special_tokens) + front)
         keys, sizes = [key], [len(front)]
         for message in chat.messages:
             identity = b"".join(chat.identity(message))
@@ -127,7 +135,7 @@ class Job:
             sizes.append(len(identity))
         self._keys = keys
         self.text_bytes = self.fresh_bytes = sum(sizes)
-        if self._memo is not None and _continues(self._encoder, chat):
+        if self._memo is not None and _continues(self.encoder, chat):
             for known in range(len(keys) - 1, 0, -1):
                 if (entry := self._memo.get(keys[known])) is not None:
                     self._known, self._entry = known, entry
@@ -136,7 +144,7 @@ class Job:
                     break
 
     def _continue(self, chat: Chat, entry: Entry) -> bool:
-        growth = self._encoder.growth
+        growth = self.encoder.growth
         more = None if growth is None or not growth.sure else growth.more(chat, self._known)
         if more is None or more.behind != entry.behind:
             return False
@@ -148,18 +156,18 @@ class Job:
 
     def _anew(self, chat: Chat) -> None:
         self._mark, self._parts = beginning(self.salt, self.sizes), []
-        growth = self._encoder.growth
+        growth = self.encoder.growth
         if growth is None:
             raise ValueError("the model has no chat template")
         text = growth.whole(chat)
-        more = growth.more(chat, len(chat.messages)) if _continues(self._encoder, chat) else None
+        more = growth.more(chat, len(chat.messages)) if _continues(self.encoder, chat) else None
         if more is not None and text.endswith(more.text):
             fence = len(text) - len(more.text)
             self._whole(text[:fence], special=chat.add_special_tokens, ends=False)
             self._keep(more.left)
             self._encode(text[fence:])
             if chat.add_special_tokens:
-                self._add(self._encoder.tokenizer.end)
+                self._add(self.encoder.tokenizer.end)
         else:
             self._whole(text, special=chat.add_special_tokens)
 
@@ -171,7 +179,7 @@ class Job:
 
     def _whole(self, text: str, *, special: bool, ends: bool = True) -> None:
         """Text from the start of the prompt, a piece at a time; what the memo has is not encoded again."""
-        tokenizer, memo, key = self._encoder.tokenizer, self._memo, self._keys[0]
+        tokenizer, memo, key = self.encoder.tokenizer, self._memo, self._keys[0]
         if special:
             self._add(tokenizer.start)
         for piece in tokenizer.pieces(text):
@@ -184,7 +192,7 @@ class Job:
             ids = tokenizer.encode(piece)
             before = len(self._parts)
             self._add(ids)
-            self._encoder.learn(len(piece), len(ids) // TOKEN_BYTES)
+            self.encoder.learn(len(piece), len(ids) // TOKEN_BYTES)
             if memo is not None:
                 chains = tuple(b"".join(each) for each in zip(*self._parts[before:], strict=True))
                 memo.put(key, Entry(self._mark, chains))
@@ -192,8 +200,8 @@ class Job:
             self._add(tokenizer.end)
 
     def _encode(self, text: str) -> None:
-        for piece in self._encoder.tokenizer.pieces(text):
-            self._add(self._encoder.tokenizer.encode(piece))
+        for piece in self.encoder.tokenizer.pieces(text):
+            self._add(self.encoder.tokenizer.encode(piece))
 
     def _add(self, ids: bytes) -> None:
         for at in range(0, len(ids), _SLICE_BYTES):

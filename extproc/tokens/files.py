@@ -11,6 +11,8 @@ import huggingface_hub
 import tokenizers
 from tokenizers import AddedToken
 
+from extproc.tokens import fast
+
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "*.tiktoken")
 
@@ -40,7 +42,7 @@ def find(source: str, *, revision: str | None) -> Files:
     """The files of `source`: a directory, or an id on the hub (from its cache, or downloaded, as HF_HOME and
     HF_HUB_OFFLINE say). Only at start: this may wait for the network. TokenizerError: what was looked for, and where.
     """
-    directory = Path(source).expanduser()
+    directory = Path(source)
     if not directory.is_dir():
         if source.startswith(("/", ".", "~")):
             raise TokenizerError(f"no tokenizer at {source!r}: there is no such directory")
@@ -94,9 +96,51 @@ def _mapping(path: Path) -> dict[str, Any]:
 # ---- what Hugging Face's loader adds to tokenizer.json ----
 
 
+def of_class(tokenizer: dict[str, Any], config: dict[str, Any]) -> dict[str, Any] | None:
+    """A tokenizer.json as transformers 5.19 rebuilds it, for some common classes; None: nothing would change.
+
+    These take vocabulary, merges, post-processor and added tokens from the file, and bring the rest themselves. Which
+    class it takes also depends on the model type, and it has a list of models for which it takes none of them.
+    """
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    prefix = config.get("add_prefix_space")
+    words = {
+        "type": "ByteLevel",
+        "add_prefix_space": bool(prefix),
+        "trim_offsets": True,
+        "use_regex": name == "GPT2Tokenizer",
+    }
+    normalizer: dict[str, Any] | None = None
+    if name == "GPT2Tokenizer":
+        pre_tokenizer: dict[str, Any] = words
+    elif name in ("Qwen2Tokenizer", "Qwen3_5Tokenizer"):
+        pattern = {"Regex": fast.QWEN2 if name == "Qwen2Tokenizer" else fast.QWEN35}
+        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        normalizer, pre_tokenizer = {"type": "NFC"}, {"type": "Sequence", "pretokenizers": [split, words]}
+    elif name == "LlamaTokenizer":
+        scheme = "never" if prefix is False else "always" if config.get("legacy") else "first"
+        pre_tokenizer = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    else:
+        return None
+    llama = name == "LlamaTokenizer"
+    model = tokenizer["model"]
+    options = {"unk_token": None, "fuse_unk": llama, "byte_fallback": llama, "ignore_merges": False, "dropout": None}
+    same = (
+        fast.composes(tokenizer.get("normalizer")) == fast.composes(normalizer)
+        and (
+            tokenizer.get("pre_tokenizer") == pre_tokenizer
+            or fast.word_pattern(tokenizer.get("pre_tokenizer")) == fast.word_pattern(pre_tokenizer) is not None
+        )
+        and all(bool(model.get(key)) == bool(value) for key, value in options.items())
+    )
+    if same or model.get("type") != "BPE":
+        return None
+    return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "model": {**model, **options}}
+
+
 def hugging_face(data: bytes, files: Files) -> tokenizers.Tokenizer:
     """The tokenizer that `data`, a tokenizer.json, and the files beside it make for AutoTokenizer (transformers 5.19),
-    without truncation and padding. What a model's own Python class would change is not done: see `Tokenizer.load`.
+    without truncation and padding. What a class would change is for `of_class`.
     """
     try:
         library = tokenizers.Tokenizer.from_buffer(data)
@@ -115,7 +159,7 @@ def hugging_face(data: bytes, files: Files) -> tokenizers.Tokenizer:
     extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
     values = [named.get(key) for key in _SPECIAL]
     values += [value for key, value in named.items() if key.endswith("_token") and key not in _SPECIAL]
-    values += extra.values() if isinstance(extra, dict) else extra
+    values += extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ()
     for value in values:
         token = added_token(value, special=True)
         if token and token.content not in contents:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 import unicodedata
 from array import array
@@ -16,7 +17,16 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 
 from extproc.tokens import fast
-from extproc.tokens.files import Files, TokenizerError, added_token, added_tokens, hugging_face, parse, read
+from extproc.tokens.files import (
+    Files,
+    TokenizerError,
+    added_token,
+    added_tokens,
+    hugging_face,
+    of_class,
+    parse,
+    read,
+)
 
 _TIKTOKEN_FAMILIES = {
     "qwen": (fast.QWEN2, True),
@@ -32,6 +42,9 @@ _FENCE_CHARACTERS = 64
 """A piece goes on over fences until it is that long: a piece costs its caller about 2 us."""
 _STRETCH_CHARACTERS = 4096
 """And no further than to the next seam from there: 0.1-0.3 ms of work."""
+_BEHIND_SEAM = re.compile(r"[ \n\u3002\uff0c]")
+"""An added token with one of these might lie across a seam."""
+_LEAST_NO_ID = 1 << 24
 _HOLE = fast.HOLE.to_bytes(4, "little")[1:]
 """In ids below 2**24 these bytes never come in a row."""
 
@@ -48,6 +61,7 @@ class Tokenizer:
         "_ids",
         "_library",
         "_seam",
+        "doubt",
         "end",
         "start",
         "why_slow",
@@ -60,7 +74,9 @@ class Tokenizer:
         self.end = end
         """And those behind."""
         self.why_slow = "no reason was looked for"
-        """Why not tiktoken but `tokenizers`, at a tenth of its speed, does the work; empty when tiktoken does."""
+        """Why not tiktoken but `tokenizers`, at a fifth of its speed, does the work; empty when tiktoken does."""
+        self.doubt = ""
+        """Why the engine's ids may be others, depending on its version."""
         self._core: Any = None
         self._composes = False
         self._ids: dict[str, bytes] = {}
@@ -70,16 +86,26 @@ class Tokenizer:
         self._seam: re.Pattern[str] | None = None
 
     @classmethod
-    def load(cls, files: Files) -> Tokenizer:
-        """Takes 2 s and 100 MB for 150,000 tokens. TokenizerError: not one that we can do as the engine does."""
+    def load(cls, files: Files, *, by_class: bool = False) -> Tokenizer:
+        """Takes 2 s and 100 MB for 150,000 tokens. TokenizerError: not one that we can do as the engine does.
+
+        With `by_class` some parts of tokenizer.json give way to what transformers 5 puts in their place for the class
+        that tokenizer_config.json names (`of_class`); else, as in transformers 4, they stand, and `doubt` says so.
+        """
         if files.tokenizer is None:
             return _from_ranks(files)
         data = read(files.tokenizer)
         parsed = parse(data, files.tokenizer)
-        library = hugging_face(data, files)
+        library = hugging_face(data, files)  # from here on `parsed` is known to be well-formed
+        instead = of_class(parsed, files.config)
+        if instead is not None and by_class:
+            parsed = instead
+            library = hugging_face(json.dumps(parsed).encode(), files)
         added = list(library.get_added_tokens_decoder().values())
-        start, end = _around(library, files.config)
+        start, end = _around(library)
         made = cls(library, start=start, end=end)
+        if instead is not None and not by_class:
+            made.doubt = f"transformers 5 may cut words in {files.config['tokenizer_class']}'s own way"
         made._cut(parsed, added, splits=bool(library.encode_special_tokens))
         made._quicken(parsed, added, splits=bool(library.encode_special_tokens))
         return made
@@ -115,7 +141,7 @@ class Tokenizer:
 
     def _encode_composing(self, piece: str) -> Iterator[bytes]:
         """As the library: added tokens are looked for in the text as it is, and what lies between is composed alone."""
-        at = 0
+        at, piece = 0, _mend(piece)
         for match in self._added.finditer(piece) if self._added else ():
             yield self._encode_quickly(_NFC.normalize_str(piece[at : match.start()]), ())
             yield self._ids[match.group()]
@@ -187,7 +213,11 @@ class Tokenizer:
         plain = all(not (token.lstrip or token.rstrip or token.single_word) for token in added)
         contents = [token.content for token in added]
         normalizer = parsed.get("normalizer")
-        if not splits and not any(token.single_word for token in added) and not _knows_start(parsed["pre_tokenizer"]):
+        if (
+            not splits
+            and not any(token.single_word for token in added)
+            and not _knows_start(parsed.get("pre_tokenizer"))
+        ):
             # those found in the text as it is go first, those found in normalized text (here the same) after them
             first = [token for token in added if not token.normalized] or (added if normalizer is None else [])
             free = _independent(contents)
@@ -198,12 +228,11 @@ class Tokenizer:
                 and not (token.lstrip or token.rstrip)
                 and token.content == token.content.strip()
             )
-        blank = re.compile(r"[ \n\u3002\uff0c]")
         if (
-            fast.word_pattern(parsed["pre_tokenizer"])
+            fast.word_pattern(parsed.get("pre_tokenizer"))
             and fast.composes(normalizer) is not None
             and plain
-            and not any(map(blank.search, contents))
+            and not any(map(_BEHIND_SEAM.search, contents))
         ):
             self._seam = re.compile(fast.SEAM)
         # The proof is above; this is against a mistake in it.
@@ -221,7 +250,7 @@ class Tokenizer:
     def _quicken(self, parsed: dict[str, Any], added: list[AddedToken], *, splits: bool) -> None:
         """Let tiktoken do the work, if it is proven that it gives the same ids."""
         contents = [token.content for token in added]
-        pattern = fast.word_pattern(parsed["pre_tokenizer"])
+        pattern = fast.word_pattern(parsed.get("pre_tokenizer"))
         composes = fast.composes(parsed.get("normalizer"))
         ranks: dict[bytes, int] | str
         if parsed["model"].get("type") != "BPE" or pattern is None:
@@ -258,10 +287,11 @@ class Tokenizer:
 # ---- what is put around ----
 
 
-def _around(library: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[bytes, bytes]:
-    """The ids that it puts before and behind a text when it adds special tokens."""
-    if library.post_processor is None or "add_bos_token" in config or "add_eos_token" in config:
-        return _named(library, config, "bos"), _named(library, config, "eos")
+def _around(library: tokenizers.Tokenizer) -> tuple[bytes, bytes]:
+    """The ids that it puts before and behind a text when it adds special tokens.
+
+    The post-processor of tokenizer.json alone decides; beside that file add_bos_token and add_eos_token do nothing.
+    """
     found = set()
     for text in ("", "a", "a b\n"):
         bare, full = library.encode(text, add_special_tokens=False).ids, library.encode(text).ids
@@ -272,16 +302,6 @@ def _around(library: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[byte
         raise TokenizerError("it does not put the same special tokens around every text")
     ((before, behind),) = around
     return array("I", before).tobytes(), array("I", behind).tobytes()
-
-
-def _named(library: tokenizers.Tokenizer, config: dict[str, Any], name: str) -> bytes:
-    token = added_token(config.get(f"{name}_token"))
-    if not config.get(f"add_{name}_token") or token is None:
-        return b""
-    found = library.token_to_id(token.content)
-    if found is None:
-        raise TokenizerError(f"{name}_token {token.content!r} is not in the vocabulary")
-    return _bytes(found)
 
 
 # ---- tiktoken's rank files ----
@@ -303,30 +323,29 @@ def _from_ranks(files: Files) -> Tokenizer:
     except (ValueError, binascii.Error) as error:
         raise TokenizerError(f"{files.tiktoken} is not a rank file: {error}") from error
     ids = {token.content: at for at, token in added.items()}
-    if any(bytes([byte]) not in ranks for byte in range(256)) or len({*ranks.values(), *ids.values()}) < len(
-        ranks
-    ) + len(ids):
-        raise TokenizerError(f"{files.tiktoken}: it lacks single bytes, or two tokens share an id")
+    numbers = {*ranks.values(), *ids.values()}
+    if len(numbers) < len(ranks) + len(ids) or not 0 <= min(numbers) <= max(numbers) < _LEAST_NO_ID:
+        raise TokenizerError(f"{files.tiktoken}: two tokens share an id, or an id is out of range")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise TokenizerError(f"{files.tiktoken} lacks single bytes")
     if len(_independent(ids)) < len(ids):
         raise TokenizerError(f"{files.tiktoken}: its added tokens overlap")
-    around = {}
+    around = []
     for name in ("bos", "eos"):
-        token = added_token(files.config.get(f"{name}_token"))
-        wanted = bool(files.config.get(f"add_{name}_token")) and token is not None
-        if wanted and token is not None and token.content not in ids:
+        token = added_token(files.config.get(f"{name}_token")) if files.config.get(f"add_{name}_token") else None
+        if token and token.content not in ids:
             raise TokenizerError(f"{name}_token {token.content!r} is not among the added tokens")
-        around[name] = _bytes(ids[token.content]) if wanted and token is not None else b""
-    made = Tokenizer(None, start=around["bos"], end=around["eos"])
+        around.append(_bytes(ids[token.content]) if token else b"")
+    made = Tokenizer(None, start=around[0], end=around[1])
     pattern, composes = family
     made._use(ranks, pattern, ids, composes)
     made._fences(content for content in ids if content == content.strip())
-    if not any(re.search(r"[ \n\u3002\uff0c]", content) for content in ids):
+    if not any(map(_BEHIND_SEAM.search, ids)):
         made._seam = re.compile(fast.SEAM)
     return made
 
 
 # ---- strings ----
-
 
 _NFC = normalizers.NFC()
 _UNSURE = re.compile(

@@ -81,6 +81,12 @@ CONTENT: dict[str, tuple[str, Any, Any, Any]] = {
     ),
     "nothing but a billing header": ("system", HEADER, "", []),
     "a billing header in a part": ("system", [*text(HEADER), *text("Be kind.")], "Be kind.", text("Be kind.")),
+    "a billing header and text in a part": (
+        "system",
+        [part("text", text=f"{HEADER}\nBe kind.", more=1)],
+        "Be kind.",
+        [part("text", text="Be kind.", more=1)],
+    ),
     "a billing header in a string": ("system", [f"{HEADER}\nBe kind."], "Be kind.", text("Be kind.")),
     "a billing header further on": ("system", f"Be kind. {HEADER}", f"Be kind. {HEADER}", text(f"Be kind. {HEADER}")),
     "a billing header of a user": ("user", HEADER, HEADER, text(HEADER)),
@@ -90,9 +96,10 @@ CONTENT: dict[str, tuple[str, Any, Any, Any]] = {
 @pytest.mark.parametrize("name", CONTENT)
 def test_content_is_one_string_or_parts_as_the_template_wants(name: str) -> None:
     role, content, as_string, as_parts = CONTENT[name]
-    message = {"role": role, "content": content}
+    message = {"role": role, "content": copy.deepcopy(content)}
     assert one(message, "string")["content"] == as_string
     assert one(message, "openai")["content"] == as_parts
+    assert message == {"role": role, "content": content}
 
 
 def call(arguments: Any = "{}", **more: Any) -> dict[str, Any]:
@@ -161,20 +168,29 @@ def test_arguments_of_calls_become_objects(arguments: Any, read: dict[str, Any])
     ],
 )
 def test_the_keys_of_a_call_stand_in_the_order_of_the_engines_request_class(validated: bool, written: str) -> None:
-    message = one({"role": "assistant", "tool_calls": [call()]}, validated=validated)
+    calls = [call()]
+    message = one({"role": "assistant", "tool_calls": calls}, validated=validated)
     assert json.dumps(message["tool_calls"][0]) == written
+    assert calls == [call()]
 
 
 def test_what_the_request_class_does_not_see_keeps_its_older_reasoning_unread() -> None:
     assert "reasoning" not in one({"role": "assistant", "content": "", "reasoning_content": "r"}, validated=False)
 
 
-def test_the_keys_of_a_developers_tools_stand_in_the_order_of_the_engines_request_class() -> None:
+@pytest.mark.parametrize(
+    ("validated", "written"),
+    [
+        (True, '[{"function": {"name": "f", "parameters": {}, "extra": 1}, "type": "function"}, 5]'),
+        (False, '[{"type": "function", "function": {"parameters": {}, "extra": 1, "name": "f"}}, 5]'),
+    ],
+)
+def test_the_keys_of_a_developers_tools_stand_in_the_order_of_the_engines_request_class(
+    validated: bool, written: str
+) -> None:
     tool = {"type": "function", "function": {"parameters": {}, "extra": 1, "name": "f"}}
-    message = one({"role": "developer", "content": "", "tools": [tool, 5]})
-    assert json.dumps(message["tools"]) == (
-        '[{"function": {"name": "f", "parameters": {}, "extra": 1}, "type": "function"}, 5]'
-    )
+    message = one({"role": "developer", "content": "", "tools": [tool, 5]}, validated=validated)
+    assert json.dumps(message["tools"]) == written
 
 
 def said(*messages: tuple[str, Any]) -> list[dict[str, Any]]:
@@ -206,6 +222,23 @@ def test_developers_are_the_system_for_a_template_that_does_not_know_them(name: 
         if isinstance(message["content"], list):
             message["content"] = "\n".join(part["text"] for part in message["content"])
     assert prepared == expected
+
+
+def test_a_developer_that_stands_alone_in_front_keeps_name_and_parts() -> None:
+    messages = [{"role": "developer", "content": text("d", "e"), "name": "ann", "tools": []}, *said(("user", "u"))]
+    [system, _] = prepare(messages, content_format="openai", developer=False)
+    assert system == {"role": "system", "content": text("d", "e"), "name": "ann"}
+
+
+def test_what_is_no_text_is_left_out_where_system_messages_become_one() -> None:
+    messages = said(("user", "u"), ("developer", [part("tool_reference", name="f"), *text("d")]))
+    assert prepare(messages, content_format="openai", developer=False)[0] == said(("system", "d"))[0]
+
+
+def test_system_messages_without_words_do_not_become_one() -> None:
+    messages = said(("user", "u"), ("developer", [part("thinking")]))
+    with pytest.raises(MessageError):
+        prepare(messages, content_format="openai", developer=False)
 
 
 BAD: dict[str, Any] = {

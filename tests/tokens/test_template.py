@@ -258,6 +258,7 @@ def test_what_cannot_be_rendered_is_refused_without_quoting_the_prompt(name: str
     with pytest.raises(TemplateError, match=reason) as refused:
         attempt()
     assert "SECRET" not in str(refused.value)
+    assert refused.value.__cause__ is None
     assert refused.value.__suppress_context__ or refused.value.__context__ is None
 
 
@@ -271,6 +272,11 @@ def test_a_template_that_takes_too_long_is_stopped_between_two_pieces() -> None:
 
 def test_a_prompt_of_the_longest_length_in_the_last_moment_is_rendered() -> None:
     assert template("{{ messages[0].content }}").render(user(), deadline_at_s=0.0, max_chars=5) == "hello"
+
+
+def test_a_prompt_of_one_character_more_is_refused() -> None:
+    with pytest.raises(TemplateError, match="too long"):
+        template("{{ messages[0].content }}").render(user(), max_chars=4)
 
 
 SHOWN = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
@@ -302,6 +308,7 @@ CLOSED: dict[str, tuple[str, Any]] = {
     "a part without text": (PARTS, [{"name": "SECRET"}]),
     "a part with null text": (PARTS, [{"text": "SECRET"}, {"text": None}]),
     "a message that is not shown": ("content", "SECRET"),
+    "a message of which the end is not shown": ("{{ messages[0].content[:6] }}", "SECRET"),
     "a message shown otherwise": ("{{ messages[0].content | upper }}", "secret"),
     "a template without content": ("{{ messages }}", "SECRET"),
 }
@@ -336,6 +343,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "no loop": (SHOWN, "string"),
     "a loop over content": (each("m.content"), "openai"),
     "by brackets": (each("m['content']"), "openai"),
+    "by other brackets": (each("m['tool_calls']"), "string"),
     "over another key": (each("m.tool_calls"), "string"),
     "over another's content": (each("other.content"), "string"),
     "filtered and sliced": (each("m.content[1:] | list", "messages[1:]"), "openai"),
@@ -347,6 +355,7 @@ FORMATS: dict[str, tuple[str, str]] = {
     "a macro's parameter": (macro("x", "m(1, t.content)"), "openai"),
     "a macro's named parameter": (macro("x", "m(1, x=t.content)"), "openai"),
     "a macro's other parameter": (macro("x", "m(t.content, 1)"), "string"),
+    "no parameter of the macro": (macro("x", "m(1, x=t.content)").replace("y, x", "y"), "string"),
     "another macro's parameter": (macro("x", "n(1, t.content)"), "string"),
     "messages in a namespace": ("{% set ns = namespace() %}{% set ns.m = messages %}" + each("m.content"), "string"),
     "two names at once": (each("m.content").replace("for p in", "for a, b in"), "string"),

@@ -119,8 +119,8 @@ async def test_a_compressed_body_matches_the_plain_one(coding: str, packed: Call
         await server.ask(chat(PROMPT))
         await server.ask(packed(chat(PROMPT, stream=True)), ("content-encoding", coding))
         plain, compressed = server.seen.tickets
-        assert plain.request.chain
-        assert compressed.request.chain == plain.request.chain
+        assert plain.request.chains
+        assert compressed.request.chain == plain.request.chains
         assert server.seen.cuts == [None, None]
 
 

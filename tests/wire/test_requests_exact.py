@@ -820,6 +820,7 @@ def test_what_is_not_rendered_is_not_in_the_identity(path: str, one: Any, other:
 
 
 DIFFERENT: dict[str, tuple[str, Any, Any]] = {
+    "where the role ends": (CHAT, {"role": "userx", "content": "a"}, {"role": "user", "content": "xa"}),
     "a billed line alone is another's empty text": (
         CHAT,
         {"role": "system", "content": BILLED["text"]},

@@ -154,8 +154,7 @@ def _item(item: Any) -> tuple[str, Any]:
             return "content", said
     if role is None:
         raise NotExact("an item of a kind that is unknown")
-    # a copy: calls that follow are added to it
-    return "", dict(message(item))
+    return "", message(item)
 
 
 def _call(item: dict[str, Any], name: str, arguments: str) -> dict[str, Any]:
