@@ -39,7 +39,7 @@ from extproc.wire.exchange import HEADERS
 log = logging.getLogger(__name__)
 
 _PROBE_S = 0.01
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 _WATCH_S = 1.0
 _LOAD_S = 60.0
 """To load tokenizers before the first request; those that take longer are missing until they are there."""
@@ -175,7 +175,7 @@ class App:
         ]
         await self.models.settled(_LOAD_S)
         # A thread that renders a template must not keep the loop from its turn for long (5 ms is what Python gives it).
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         await server.start()
         self._ready = True
         log.info("serving on %s: %s", server_config.listen, self._describe())

@@ -58,7 +58,7 @@ def test_the_documented_defaults_are_the_defaults(section: str) -> None:
         elif isinstance(value, int | float):
             assert float(text) == value, key
         elif isinstance(value, str):
-            assert text == value, key
+            assert text.strip('"') == value, key
 
 
 def test_the_example_can_be_used() -> None:

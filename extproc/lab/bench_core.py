@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,9 +78,30 @@ class Stopwatch:
         self._cpu_s.append(time.thread_time() - cpu_s)
         return result
 
+    async def time_async(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """The same for a coroutine; the processor's time is that of this thread."""
+        cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        result = await call()
+        self._wall_s.append(time.perf_counter() - wall_s)
+        self._cpu_s.append(time.thread_time() - cpu_s)
+        return result
+
+    def add(self, wall_s: float) -> None:
+        """A duration that was measured elsewhere."""
+        self._wall_s.append(wall_s)
+
     def timing(self, call: str, prompt_tokens: int, nodes: int | None) -> Timing:
         p50_s, p99_s = percentile(self._wall_s, 0.5), percentile(self._wall_s, 0.99)
-        return Timing(call, prompt_tokens, nodes, len(self._wall_s), p50_s, p99_s, max(self._wall_s), max(self._cpu_s))
+        return Timing(
+            call,
+            prompt_tokens,
+            nodes,
+            len(self._wall_s),
+            p50_s,
+            p99_s,
+            max(self._wall_s),
+            max(self._cpu_s, default=0.0),
+        )
 
 
 def time_hash(calls: int) -> list[Timing]:

@@ -44,9 +44,12 @@ def report(
         head = ["Prompt", "Route", "1 conn.", f"{RATE:.0f}/s", f"{CONNECTIONS} conn.", "req/s", "CPU", "Envoy"]
         title = "Request path: p50 / p99 in ms; CPU of the ext_proc server and of Envoy in ms a request"
         tables.append((title, head, path_rows(runs)))
-    if timings:
-        head = ["Call", "Tokens", "Nodes", "p50", "p99", "longest", "its CPU"]
-        tables.append(("The core alone: ms a call, blocks of 16 tokens", head, timing_rows(timings)))
+    head = ["Call", "Tokens", "Nodes", "p50", "p99", "longest", "its CPU"]
+    if core := [each for each in timings if not _is_reading(each)]:
+        tables.append(("The core alone: ms a call, blocks of 16 tokens", head, timing_rows(core)))
+    if reading := [each for each in timings if _is_reading(each)]:
+        title = 'From bytes to the engine\'s blocks: ms; "whole" renders and tokenizes all of it each time (tokenizers)'
+        tables.append((title, head, timing_rows(reading)))
     if memories:
         head = ["Nodes", "Filled with", "Blocks", "Segments", "MB", "longest store, CPU ms"]
         tables.append(("Prefix map: memory of full nodes of 31,250 blocks", head, memory_rows(memories)))
@@ -153,6 +156,7 @@ def promises(
             limit_s = limits_s[each.prompt_tokens]
             promise = f"route, {each.prompt_tokens:,} tokens, 64 nodes: p50 at most {1000 * limit_s:g} ms"
             yield promise, f"{1000 * each.p50_s:.3f} ms", each.p50_s <= limit_s
+    yield from reading_promises(timings)
     longest_s = [each.longest_cpu_s for each in timings if each.call.startswith("route")]
     longest_s += [each.longest_store_cpu_s for each in memories]
     if longest_s:
@@ -161,6 +165,27 @@ def promises(
         if grown := [each.grown_bytes / 1e6 for each in memories if each.nodes == nodes]:
             promise = f"prefix map, {nodes:,} x 31,250 blocks: at most {limit_mb:,} MB"
             yield promise, f"{max(grown):,.0f} MB", max(grown) <= limit_mb
+
+
+def reading_promises(timings: Sequence[Timing]) -> Iterator[tuple[str, str, bool]]:
+    """The same for what a tokenizer costs."""
+    limits_s = {
+        "next turn of 60 messages, ours": ("32k tokens", 0.001),
+        "next turn of 200 messages, ours": ("87k tokens", 0.003),
+        "new prompt of 16 KB, ours": ("", 0.003),
+        "new prompt of 400 KB, ours": ("of a thread", 0.060),
+    }
+    for each in timings:
+        if each.call in limits_s:
+            what, limit_s = limits_s[each.call]
+            promise = f"{each.call.removesuffix(', ours')} {what}".strip() + f": p50 at most {1000 * limit_s:g} ms"
+            yield promise, f"{_ms(each.p50_s)} ms", each.p50_s <= limit_s
+        if each.call.startswith("the loop's delay while"):
+            yield f"{each.call}: p99 at most 5 ms", f"{_ms(each.p99_s)} ms", each.p99_s <= 0.005
+
+
+def _is_reading(timing: Timing) -> bool:
+    return timing.call.startswith(("next turn", "new prompt", "the loop's delay while"))
 
 
 def notes(runs: Sequence[Run], *, others_cores: float) -> str:

@@ -170,16 +170,16 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def _tools(tools: Any, validated: bool) -> Any:
-    """Tools of a developer's message."""
-    if not validated or not isinstance(tools, list):
+    """Tools of a developer's message; the request class orders their keys if all of them are tools."""
+    if not (validated and _objects(tools) and _objects([tool.get("function") for tool in tools])):
         return tools
-    return [_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
+    return [
+        _ordered(tool | {"function": _ordered(tool["function"], _DEFINITION_FIELDS)}, _TOOL_FIELDS) for tool in tools
+    ]
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(function := tool.get("function"), dict):
-        tool = tool | {"function": _ordered(function, _DEFINITION_FIELDS)}
-    return _ordered(tool, _TOOL_FIELDS)
+def _objects(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
 
 
 def _ordered(value: dict[str, Any], first: Sequence[str]) -> dict[str, Any]:

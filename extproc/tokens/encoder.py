@@ -150,7 +150,7 @@ class Job:
             return False
         self._encode(more.text[: more.fence])
         self._keep(more.left)
-        self._encode(more.text[more.fence :])
+        self._close(chat, more.text[more.fence :])
         self.continued = True
         return True
 
@@ -165,11 +165,14 @@ class Job:
             fence = len(text) - len(more.text)
             self._whole(text[:fence], special=chat.add_special_tokens, ends=False)
             self._keep(more.left)
-            self._encode(text[fence:])
-            if chat.add_special_tokens:
-                self._add(self.encoder.tokenizer.end)
+            self._close(chat, text[fence:])
         else:
             self._whole(text, special=chat.add_special_tokens)
+
+    def _close(self, chat: Chat, rest: str) -> None:
+        self._encode(rest)
+        if chat.add_special_tokens:
+            self._add(self.encoder.tokenizer.end)
 
     def _keep(self, behind: int) -> None:
         """Remember the conversation up to here: its next turn goes on from it."""
@@ -213,4 +216,4 @@ class Job:
 
 def _continues(encoder: Encoder, chat: Chat) -> bool:
     growth = encoder.growth
-    return growth is not None and growth.sure and not chat.continue_final_message and not chat.add_special_tokens
+    return growth is not None and growth.sure and not chat.continue_final_message

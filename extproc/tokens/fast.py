@@ -128,7 +128,7 @@ def proven_ranks(model: dict[str, Any], added: Collection[str]) -> dict[bytes, i
 
     Cost: about 1 s for 150,000 tokens.
     """
-    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+    for option in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
             return f"the model has {option}"
     listed: dict[tuple[bytes | None, bytes | None], int] = {}

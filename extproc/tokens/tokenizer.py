@@ -101,6 +101,8 @@ class Tokenizer:
         if instead is not None and by_class:
             parsed = instead
             library = hugging_face(json.dumps(parsed).encode(), files)
+        if parsed["model"].get("dropout"):
+            raise TokenizerError(f"{files.tokenizer}: its model drops merges at random, so ids never repeat")
         added = list(library.get_added_tokens_decoder().values())
         start, end = _around(library)
         made = cls(library, start=start, end=end)

@@ -179,17 +179,19 @@ def test_what_the_request_class_does_not_see_keeps_its_older_reasoning_unread() 
 
 
 @pytest.mark.parametrize(
-    ("validated", "written"),
+    ("validated", "others", "written"),
     [
-        (True, '[{"function": {"name": "f", "parameters": {}, "extra": 1}, "type": "function"}, 5]'),
-        (False, '[{"type": "function", "function": {"parameters": {}, "extra": 1, "name": "f"}}, 5]'),
+        (True, [], '[{"function": {"name": "f", "parameters": {}, "extra": 1}, "type": "function"}]'),
+        (True, [5], '[{"type": "function", "function": {"parameters": {}, "extra": 1, "name": "f"}}, 5]'),
+        (True, [{}], '[{"type": "function", "function": {"parameters": {}, "extra": 1, "name": "f"}}, {}]'),
+        (False, [], '[{"type": "function", "function": {"parameters": {}, "extra": 1, "name": "f"}}]'),
     ],
 )
 def test_the_keys_of_a_developers_tools_stand_in_the_order_of_the_engines_request_class(
-    validated: bool, written: str
+    validated: bool, others: list[Any], written: str
 ) -> None:
     tool = {"type": "function", "function": {"parameters": {}, "extra": 1, "name": "f"}}
-    message = one({"role": "developer", "content": "", "tools": [tool, 5]}, validated=validated)
+    message = one({"role": "developer", "content": "", "tools": [tool, *others]}, validated=validated)
     assert json.dumps(message["tools"]) == written
 
 

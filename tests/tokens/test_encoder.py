@@ -103,15 +103,23 @@ def test_a_text_has_the_blocks_of_its_ids(kind: str, prompt: str, special: bool)
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
-@given(talk=messages, template=st.sampled_from([CHATML, TRIMMED]), generation=st.booleans(), turns=st.integers(1, 3))
+@given(
+    talk=messages,
+    template=st.sampled_from([CHATML, TRIMMED]),
+    generation=st.booleans(),
+    special=st.booleans(),
+    turns=st.integers(1, 3),
+)
 def test_a_conversation_has_the_blocks_of_its_ids_in_every_turn(
-    kind: str, talk: list[Message], template: str, generation: bool, turns: int
+    kind: str, talk: list[Message], template: str, generation: bool, special: bool, turns: int
 ) -> None:
     encoder = encoder_of(kind, template)
     for upto in range(1, len(talk) + 1, turns):
-        prompt = chat(talk[:upto], add_generation_prompt=generation)
+        prompt = chat(talk[:upto], add_generation_prompt=generation, add_special_tokens=special)
         assert encoder.growth is not None
         ids = encoder.tokenizer.encode(encoder.growth.whole(prompt))
+        if special:
+            ids = encoder.tokenizer.start + ids + encoder.tokenizer.end
         job = read(encoder, prompt)
         assert job.chains() == expected(ids)
         assert job.tokens == len(ids) // TOKEN_BYTES

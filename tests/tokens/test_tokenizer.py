@@ -190,7 +190,7 @@ def _also(content: str) -> Callable[[dict[str, Any]], None]:
 UNPROVEN: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "order": ("gpt2", _swap_merges, "not in the order of the merges"),
     "missing merge": ("gpt2", _forget_a_merge, "not among the merges"),
-    "dropout": ("gpt2", lambda made: made["model"].update(dropout=0.5), "dropout"),
+    "suffix": ("gpt2", lambda made: made["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
     "prefix": ("gpt2", lambda made: made["pre_tokenizer"].update(add_prefix_space=True), "pattern known here"),
     "no words": ("gpt2", lambda made: made["pre_tokenizer"].update(use_regex=False), "pattern known here"),
     "another pattern": (
@@ -214,8 +214,6 @@ def test_what_is_not_proven_is_left_to_the_library(tmp_path: Path, name: str) ->
     made = loaded(tmp_path, change, kind)
     assert not made.fast
     assert why in made.why_slow
-    if name == "dropout":  # each time other ids
-        return
     wanted = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in ["<tool_call> a <tool_call>xcall>x", *fast.samples(MARKERS)]:
         assert ids(made.encode(text)) == wanted.encode(text, add_special_tokens=False).ids
@@ -227,7 +225,7 @@ def test_what_is_not_proven_is_left_to_the_library(tmp_path: Path, name: str) ->
     seed=st.integers(0, 1 << 32), shuffled=st.booleans(), dropped=st.floats(0, 0.3), text=st.text("abc", max_size=60)
 )
 def test_what_the_proof_accepts_is_the_same_for_any_text(seed: int, shuffled: bool, dropped: float, text: str) -> None:
-    """Tiny vocabularies over three letters, in which tokens overlap in every way; tiktoken's rule is written out here."""
+    """Tiny vocabularies over three letters, in which tokens overlap; tiktoken's rule is written out here."""
     rng, letters = random.Random(seed), {chr(point) for point in range(0x21, 0x7F)}
     model = vocabularies.tokenizer_json("gpt2")["model"]
     vocabulary = {token: at for token, at in model["vocab"].items() if len(token) == 1}
@@ -274,7 +272,7 @@ def test_pieces_encode_as_the_whole_and_stay_when_text_is_added(kind: str, text:
     assert "".join(pieces) == text
     assert all(pieces)
     assert b"".join(map(made.encode, pieces)) == made.encode(text)
-    assert [*made.pieces(text + more)][: len(pieces) - 1] == pieces[:-1]
+    assert [*made.pieces(text + more)][: max(0, len(pieces) - 1)] == pieces[:-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -413,10 +411,9 @@ def test_start_and_end_are_what_the_post_processor_puts_around(
     assert (ids(made.start), ids(made.end)) == ([*map(_id, start)], [*map(_id, end)])
 
 
-@pytest.mark.parametrize("single", [["<|begin|>"], ["$A", "$A"]])
-def test_a_post_processor_that_puts_nothing_around_is_refused(tmp_path: Path, single: list[str]) -> None:
-    with pytest.raises(TokenizerError):
-        loaded(tmp_path, _template(single))
+def test_a_post_processor_that_leaves_the_text_out_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="around"):
+        loaded(tmp_path, _template(["<|begin|>"]))
 
 
 CLASSES = [

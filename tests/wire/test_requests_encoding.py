@@ -120,7 +120,7 @@ async def test_a_compressed_body_matches_the_plain_one(coding: str, packed: Call
         await server.ask(packed(chat(PROMPT, stream=True)), ("content-encoding", coding))
         plain, compressed = server.seen.tickets
         assert plain.request.chains
-        assert compressed.request.chain == plain.request.chains
+        assert compressed.request.chains == plain.request.chains
         assert server.seen.cuts == [None, None]
 
 
