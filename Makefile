@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench lint proto clean
+.PHONY: demo test test-vllm bench lint proto clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11 to 3.13 is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
@@ -25,6 +25,13 @@ lint: $(VENV)/installed
 
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
+	@echo "Left out: the tests against a real vLLM (make test-vllm: 3.5 GB, 2 minutes to install, 3 to run)."
+
+VLLM := $(or $(KVAFFINITY_VLLM),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvaffinity/vllm)
+
+test-vllm: $(VENV)/installed
+	KVAFFINITY_VLLM=$(VLLM) PYTHON=$(PYTHON) tests/engines/install
+	KVAFFINITY_VLLM=$(VLLM) $(BIN)/pytest tests/engines $(PYTEST_ARGS)
 
 # An old compiler on purpose: code it generates runs on protobuf 6 and 7. It wants a protobuf of its own, so it gets a room of its own.
 proto:

@@ -121,6 +121,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tokenizer: Name | None = None
     """Directory or Hugging Face hub id with `tokenizer.json`; None: 4 bytes count as a token, approximately."""
     tokenizer_revision: Name | None = None
+    follow_tokenizer_class: bool = True
+    """Parts of `tokenizer.json` give way to what its class brings, as in engines with transformers 5 (vLLM 0.32); false:
+    they stand, as with transformers 4."""
     chat_template: Name | None = None
     """File with a chat template in place of the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = {}

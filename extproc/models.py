@@ -65,7 +65,14 @@ class Models:
         model = self._wanted.get(name)
         if model is None or model.tokenizer is None:
             return None
-        return model.tokenizer, model.tokenizer_revision, model.chat_template, json.dumps(model.chat_template_kwargs)
+        kwargs = json.dumps(model.chat_template_kwargs)
+        return (
+            model.tokenizer,
+            model.tokenizer_revision,
+            model.follow_tokenizer_class,
+            model.chat_template,
+            kwargs,
+        )
 
     async def load(self) -> bool:
         """Load what is wanted and not there, in a thread; True when something was. What fails is tried again at the
@@ -142,7 +149,7 @@ def load_encoder(model: ModelConfig, memo: Memo, *, clock: Callable[[], float], 
     source = files.chat_template
     if model.chat_template is not None:
         source = Path(model.chat_template).read_text(encoding="utf-8")
-    tokenizer, growth = Tokenizer.load(files), None
+    tokenizer, growth = Tokenizer.load(files, by_class=model.follow_tokenizer_class), None
     if source is not None or "chat_template" in files.config:
         templates = Templates.from_files(
             files.config,

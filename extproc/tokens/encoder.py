@@ -62,6 +62,7 @@ class Encoder:
         """For the health page."""
         return {
             "tokenizer": "fast" if self.tokenizer.fast else f"slow: {self.tokenizer.why_slow}",
+            "doubt": self.tokenizer.doubt or None,
             "chat_template": self.growth is not None,
             "continues_conversations": self.growth is not None and self.growth.sure,
             "mismatches": self.mismatches,

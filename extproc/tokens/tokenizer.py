@@ -143,7 +143,7 @@ class Tokenizer:
 
     def _encode_composing(self, piece: str) -> Iterator[bytes]:
         """As the library: added tokens are looked for in the text as it is, and what lies between is composed alone."""
-        at, piece = 0, _mend(piece)
+        at = 0
         for match in self._added.finditer(piece) if self._added else ():
             yield self._encode_quickly(_NFC.normalize_str(piece[at : match.start()]), ())
             yield self._ids[match.group()]

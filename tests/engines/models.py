@@ -156,7 +156,15 @@ def _inst(target: Path) -> None:
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", begin)]
     )
     template = (_TEMPLATES / "inst.jinja").read_text()
-    _save(tokenizer, target, template, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    _save(
+        tokenizer,
+        target,
+        template,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        tokenizer_class="LlamaTokenizerFast",
+    )
 
 
 def _train(tokenizer: Tokenizer, specials: list[str], alphabet: list[str]) -> None:
@@ -190,7 +198,8 @@ def _qwen3(target: Path) -> None:
 def _smollm2(target: Path) -> None:
     tokenizer = Tokenizer.from_file(str(_TOKENIZERS / "smollm2_135m_tokenizer.json"))
     template = (_TOKENIZERS / "smollm2_chat_template.jinja").read_text()
-    _save(tokenizer, target, template, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "GPT2Tokenizer"}
+    _save(tokenizer, target, template, **named)
 
 
 def _llama31(target: Path) -> None:

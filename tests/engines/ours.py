@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
+from corpus import MODEL
 
 from extproc.app import apply_pools, reading_settings_of
 from extproc.config import Config
@@ -21,16 +22,15 @@ from extproc.tokens.memo import Memo
 from extproc.wire.envoy_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProtocolConfiguration
 from extproc.wire.exchange import Exchange
 
-MODEL = "m"
 _BUFFERED = ProtocolConfiguration(request_body_mode=ProtocolConfiguration.BUFFERED)
 
 
 class Ours:
-    """A pool of one node with a tokenizer, as the configuration makes it; no haste."""
+    """A pool of one node, as the configuration makes it, no haste; exact with the tokenizer of a directory."""
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | None,
         threads: Executor,
         *,
         block_tokens: int,
@@ -39,7 +39,7 @@ class Ours:
     ) -> None:
         model = {
             "name": MODEL,
-            "tokenizer": str(directory),
+            "tokenizer": None if directory is None else str(directory),
             "adapters": [*adapters],
             "block_tokens": block_tokens,
             "cache_tokens": cache_tokens,
@@ -51,9 +51,11 @@ class Ours:
         self._router = Router(pools, ticket_ttl_s=600.0, ticket_prefix="t-")
         settings = reading_settings_of(config, salt=1)
         self._reader = Reader(self._router, settings, threads, time.monotonic)
-        self._reader.encoders[MODEL] = load_encoder(
-            config.models[0], Memo(config.server.memo_bytes), clock=time.monotonic, now=datetime.now
-        )
+        self._exact = directory is not None
+        if self._exact:
+            self._reader.encoders[MODEL] = load_encoder(
+                config.models[0], Memo(config.server.memo_bytes), clock=time.monotonic, now=datetime.now
+            )
 
     async def read(self, path: str, body: bytes) -> InferenceRequest:
         """The request as the router gets it, with every block of its prompt. ValueError: it has no exact ones."""
@@ -63,9 +65,9 @@ class Ours:
         exchange.receive(ProcessingRequest(request_headers=headers, protocol_config=_BUFFERED))
         exchange.receive(ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=True)))
         phases.collected_s = time.monotonic()
-        reading = self._reader.begin(exchange, phases)
+        reading = await self._reader.begin(exchange, phases)
         await self._reader.finish(reading, phases)
-        if phases.unkeyed is not None or phases.cut is not None or not reading.exact:
+        if phases.unkeyed is not None or phases.cut is not None or reading.exact is not self._exact:
             raise ValueError(f"no blocks: {phases.unkeyed or phases.cut or 'not exact'}")
         return reading.request()
 

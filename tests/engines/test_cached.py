@@ -15,12 +15,16 @@ import corpus
 import models
 import pytest
 import servers
-from ours import MODEL, Ours
+from corpus import MODEL
+from ours import Ours
 from report import REPORT
 from servers import Client
 from tokenizers import Tokenizer
 
 REQUIRED, REQUIRED_OF_TENANT = 0.95, 0.9
+REQUIRED_ROUGHLY = 0.1
+"""Of the prompt, at the median, without a tokenizer."""
+ROUGH_BLOCK_TOKENS = 64
 BLOCK_TOKENS = 32
 BLOCKS = 8192
 """More than all requests need: nothing is evicted."""
@@ -67,6 +71,8 @@ class Served(NamedTuple):
 
     tenant: Tenant
     predicted: int
+    roughly: float
+    """The share of the prompt that is predicted without a tokenizer."""
     ids: list[int]
     """Of the prompt, by the engine."""
     cached: int
@@ -78,6 +84,8 @@ class Talks:
 
     port: int
     ours: Ours
+    rough: Ours
+    """Without a tokenizer."""
     words: list[int]
     served: list[Served | None] = field(default_factory=list)
 
@@ -104,14 +112,16 @@ class Talks:
         # on a CPU, vLLM 0.32 dies of one when a prompt takes more than one step
         sampling = {"max_tokens": ANSWER_TOKENS, "ignore_eos": True, "allowed_token_ids": self.words}
         body = json.dumps({**request, **sampling, "return_token_ids": True}).encode()
-        predicted, place = self.ours.route(await self.ours.read(corpus.CHAT, body)), len(self.served)
+        exact, rough = await self.ours.read(corpus.CHAT, body), await self.rough.read(corpus.CHAT, body)
+        predicted, place = self.ours.route(exact), len(self.served)
+        roughly = self.rough.route(rough) / rough.prompt_tokens
         self.served.append(None)
         status, answer = await asyncio.to_thread(client.post, corpus.CHAT, body)
         assert status == 200, answer
         usage = answer["usage"]
         assert usage["completion_tokens"] == ANSWER_TOKENS
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        self.served[place] = Served(tenant, predicted, answer["prompt_token_ids"], cached)
+        self.served[place] = Served(tenant, predicted, roughly, answer["prompt_token_ids"], cached)
         return str(answer["choices"][0]["message"]["content"])
 
 
@@ -143,7 +153,8 @@ async def test_predicted_cached_tokens_of_the_prompt_are_the_engines(engine: int
             cache_tokens=BLOCKS * BLOCK_TOKENS,
             adapters=(ADAPTER,),
         )
-        talks = Talks(engine, ours, words)
+        rough = Ours(None, threads, block_tokens=ROUGH_BLOCK_TOKENS, adapters=(ADAPTER,))
+        talks = Talks(engine, ours, rough, words)
         await asyncio.gather(*(_hold(talks, range(first, CONVERSATIONS, AT_ONCE)) for first in range(AT_ONCE)))
     served = [each for each in talks.served if each is not None]
     assert len(served) == len(talks.served) == CONVERSATIONS * TURNS * len(TENANTS)
@@ -159,6 +170,13 @@ async def test_predicted_cached_tokens_of_the_prompt_are_the_engines(engine: int
         f"  of {prompts:,} prompt tokens {cached:,} were cached: {sum(of_prompts):,} of prompts seen before, and "
         f"{answers:,} ({answers / cached:.1%}) of answers, which only events would tell",
     ]
+    shares = [had / len(each.ids) for each, had in zip(served, of_prompts, strict=True)]
+    apart = sorted(abs(each.roughly - share) for each, share in zip(served, shares, strict=True))
+    assert apart[len(apart) // 2] <= REQUIRED_ROUGHLY
+    REPORT.figures.append(
+        f"  without a tokenizer the predicted share of the prompt is {apart[len(apart) // 2]:.1%} of it away (median; "
+        f"95th percentile {apart[int(0.95 * len(apart))]:.1%}, mean {sum(apart) / len(apart):.1%})"
+    )
     assert answers > 0
     for tenant in TENANTS:
         of_tenant = [apart for each, apart in zip(served, away, strict=True) if each.tenant is tenant]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import corpus
 import models
 import pytest
-from corpus import COMPLETIONS, Request
-from ours import MODEL, Ours
+from corpus import COMPLETIONS, MODEL, Request
+from ours import Ours
 from report import REPORT
 from servers import Client
 from tokenizers import Tokenizer
