@@ -20,7 +20,7 @@ from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
 from xxhash import xxh3_64_intdigest
 
-from extproc.config import Config, ConfigError, ModelConfig, load, traces_wanted
+from extproc.config import Config, ConfigError, ModelConfig, load, settle_environment, traces_wanted
 from extproc.core.cost import PrefillRate
 from extproc.core.fleet import Fleet, LoadLimits
 from extproc.core.pool import Pool
@@ -29,7 +29,8 @@ from extproc.core.types import Node
 from extproc.listening import Health, build
 from extproc.models import Models
 from extproc.policies.least_ttft import LeastTtft
-from extproc.reading import Reader, ReadingSettings
+from extproc.reader import Reader
+from extproc.reading import Interpreter, ReadingSettings
 from extproc.server import ExtProc, Settings
 from extproc.sources.scraper import Scraper, ScrapeSettings
 from extproc.telemetry import Telemetry, span_exporting
@@ -123,6 +124,7 @@ class App:
     """One process: `run` serves until SIGTERM or SIGINT, and returns when everything has ended."""
 
     def __init__(self, config: Config, path: Path | None) -> None:
+        settle_environment()
         self.config = self._started_with = config
         self._path = path
         self._salt = secrets.randbits(64) if config.salt is None else xxh3_64_intdigest(config.salt.encode())
@@ -134,7 +136,8 @@ class App:
         self.telemetry = Telemetry(self.router, tracer)
         self._threads = ThreadPoolExecutor(config.server.tokenizer_threads, thread_name_prefix="tokenize")
         memo = Memo(config.server.memo_bytes)
-        reader = Reader(self.router, reading_settings_of(config, salt=self._salt), self._threads, time.monotonic)
+        interpreter = Interpreter(self.router.pools, reading_settings_of(config, salt=self._salt))
+        reader = Reader(interpreter, self._threads, time.monotonic)
         self.models = Models(reader, memo, clock=time.monotonic, now=datetime.now)
         self.models.want(config)
         self.ext_proc = ExtProc(self.router, reader, settings_of(config), self.telemetry, time.monotonic)
@@ -219,7 +222,7 @@ class App:
         apply_pools(self.router.pools, config)
         self.router.ticket_ttl_s = config.server.ticket_ttl_s
         self.ext_proc.settings = settings_of(config)
-        self.ext_proc.reader.settings = reading_settings_of(config, salt=self._salt)
+        self.ext_proc.reader.interpreter.settings = reading_settings_of(config, salt=self._salt)
         self.models.want(config)
         scrape = config.scrape
         self._scraper.settings = ScrapeSettings(scrape.interval_s, scrape.timeout_s, scrape.path)

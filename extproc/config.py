@@ -122,8 +122,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Directory or Hugging Face hub id with `tokenizer.json`; None: 4 bytes count as a token, approximately."""
     tokenizer_revision: Name | None = None
     follow_tokenizer_class: bool = True
-    """Parts of `tokenizer.json` give way to what its class brings, as in engines with transformers 5 (vLLM 0.32); false:
-    they stand, as with transformers 4."""
+    """Parts of `tokenizer.json` give way to what its class brings, as in engines with transformers 5 (vLLM 0.32);
+    false: they stand, as with transformers 4."""
     chat_template: Name | None = None
     """File with a chat template in place of the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -191,6 +191,11 @@ def traces_wanted(config: TelemetryConfig) -> bool:
         return config.traces
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     return any(os.environ.get(name) for name in names)
+
+
+def settle_environment() -> None:
+    """What libraries read there when they are first used: `tokenizers` starts threads of its own unless told."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _check_address(path: str, address: str, *, names: bool) -> None:

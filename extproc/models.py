@@ -14,7 +14,8 @@ from pathlib import Path
 from extproc.config import Config, ModelConfig
 from extproc.core.prefix_map import PrefixMap
 from extproc.core.types import HASH_BYTES
-from extproc.reading import Passed, Phases, Reader, Reading, Unkeyed
+from extproc.reader import Reader
+from extproc.reading import Passed, Phases, Reading, Unkeyed
 from extproc.tokens.encoder import Encoder
 from extproc.tokens.files import find
 from extproc.tokens.growth import Growth
@@ -55,7 +56,7 @@ class Models:
         """Take a new configuration; `run` makes it so."""
         self._wanted = {model.name: model for model in config.models}
         for name in [name for name in self._loaded if self._source(name) != self._loaded[name]]:
-            del self._loaded[name], self._reader.encoders[name]
+            del self._loaded[name], self._reader.interpreter.encoders[name]
             self._faults.pop(name, None)
         for name in self._faults.keys() - self._wanted.keys():
             del self._faults[name]
@@ -92,7 +93,7 @@ class Models:
                 continue
             if self._source(name) == source:  # the configuration may have changed meanwhile
                 self._loaded[name] = source
-                self._reader.encoders[name] = encoder
+                self._reader.interpreter.encoders[name] = encoder
                 self._faults.pop(name, None)
                 log.info("pool %s: %s", name, ", ".join(f"{key}: {value}" for key, value in encoder.status().items()))
                 any_loaded = True
@@ -132,10 +133,11 @@ class Models:
 
     def status(self) -> dict[str, dict[str, object]]:
         """For the health page: what each pool's blocks are made of, and what is wrong with that."""
+        encoders = self._reader.interpreter.encoders
         return {
             name: {
                 "tokens": "approximate" if model.tokenizer is None else "exact",
-                **(self._reader.encoders[name].status() if name in self._reader.encoders else {}),
+                **(encoders[name].status() if name in encoders else {}),
                 "fault": self._faults.get(name),
             }
             for name, model in self._wanted.items()
@@ -176,7 +178,7 @@ async def self_test(reader: Reader, pool: str) -> str | None:
         held.store("node", chain, now=0.0)
         if not chain or held.match(again.request().chains[size]) != {"node": len(chain) // HASH_BYTES}:
             return "a prompt does not match itself"
-    if longer.job is not None and not await asyncio.to_thread(reader.encoders[pool].check, longer.job):
+    if longer.job is not None and not await asyncio.to_thread(reader.interpreter.encoders[pool].check, longer.job):
         return "a conversation that goes on is not what it is when read anew"
     return None if first.request().chains else "a prompt has no blocks"
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -15,11 +13,10 @@ from xxhash import xxh3_64_intdigest
 from extproc.core.blocks import TOKEN_BYTES, beginning, extend
 from extproc.core.pool import Pool
 from extproc.core.prompt import Chat, Ids
-from extproc.core.router import Router
 from extproc.core.types import Chain, InferenceRequest
 from extproc.tokens.encoder import Encoder, Job
 from extproc.wire.exchange import Exchange
-from extproc.wire.requests import Api, api_of, parse, read
+from extproc.wire.requests import Api, parse, read
 from extproc.wire.requests.content import Content, NoContent, NotExact, name
 from extproc.wire.requests.encoding import decode
 from extproc.wire.requests.session import session
@@ -27,9 +24,9 @@ from extproc.wire.requests.session import session
 _SLICE_BLOCKS = 4096
 """Hashed at a time, 0.6 ms; then the loop gets a turn and the decision deadline is looked at."""
 
-_INLINE_BYTES = 8192
-"""Of text read on the loop, 0.6 ms with a fast tokenizer; more goes to a thread, which costs 0.1 ms."""
-_INLINE_BYTES_SLOW = 1024
+_DENSE, _DENSE_SHARE = 100_000, 0.4
+"""More structure than this, and than this share of the head: prose has 3 %, token ids 18 %, JSON in a string 30 %;
+a megabyte of empty objects, which would keep a thread for 0.3 s, has 66 %."""
 
 
 class Cause(StrEnum):
@@ -57,7 +54,11 @@ class Cut(StrEnum):
     NO_ROOM = "no_room"
     """All heads together reached `max_held_bytes`: decided on the headers."""
     BUSY = "busy"
-    """The tokenizer had more to do than it may put off: decided on what it had seen before."""
+    """Threads had more to do than they may put off: decided on what was read before."""
+    DENSE = "dense"
+    """More brackets and strings than any prompt has: decided on the headers."""
+    UNBROKEN = "unbroken"
+    """A stretch of text that tokenizers cannot cut is too long to take in one step: decided on what comes before it."""
 
 
 class Unkeyed(StrEnum):
@@ -147,8 +148,10 @@ class Reading:
     session: int | None
     most_tokens: int
     """A longer prompt fits no node: whatever a client declares, it is not counted as more work than that."""
-    cut: bool
+    cut: bool = True
     """The head is not the whole."""
+    why_cut: Cut | None = None
+    unkeyed: Unkeyed | None = None
     exact: bool = False
     """The tokens are the engine's."""
     tokens: int = 0
@@ -176,118 +179,51 @@ class Reading:
 _NOTHING: dict[int, Chain] = {}
 
 
-class Reader:
-    """Reads requests; what takes long is left to `threads`."""
+class Interpreter:
+    """What a head says. Of large ones a thread asks."""
 
-    def __init__(
-        self, router: Router, settings: ReadingSettings, threads: Executor, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, pools: Mapping[str, Pool], settings: ReadingSettings) -> None:
+        self.pools = pools
         self.settings = settings
         self.encoders: dict[str, Encoder] = {}
         """By pool; the one of an exact pool is missing until it could be loaded."""
-        self.faults: dict[str, str] = {}
-        """By pool: why its tokenizer is not there, or what its self-test found."""
-        self.waiting_bytes = 0
-        """Of prompts that threads have not read yet."""
-        self._router = router
-        self._threads = threads
-        self._clock = clock
 
-    async def begin(self, exchange: Exchange, phases: Phases) -> Reading:
-        """What the head says; the prompt is still to be hashed. Passed: it is not for us."""
-        api = api_of(exchange.headers.get(":path", ""))
-        if api is None:
-            raise Passed(Cause.UNKNOWN_PATH)
-        settings, body, cut = self.settings, None, True
-        if phases.cut is not Cut.NO_ROOM:
-            body, cut = await self._body(exchange, phases)
-            if cut and phases.cut is None:
-                phases.cut = Cut.HEAD_BYTES
-        pool, key = self._pool(None if body is None else name(body.get("model")))
-        serving = self._router.pools.get(pool)
-        if serving is None:
-            raise Passed(Cause.UNKNOWN_MODEL)
-        hint = session(body or {}, exchange.headers, settings.session_hints)
-        reading = Reading(pool, None if hint is None else self._salt(key, hint), serving.cache_tokens, cut)
+    def read(self, api: Api, exchange: Exchange, head: bytes) -> Reading:
+        """The prompt is still to be hashed. Passed: it is not for us."""
+        cut = exchange.cut_short
         try:
-            if body is None:
-                reading.tokens = _declared_bytes(exchange) // TOKEN_BYTES
-            elif serving.exact and not cut:
-                self._read_exactly(api, body, reading, serving, key, exchange, phases)
+            if (encoding := exchange.headers.get("content-encoding")) is not None:
+                head, cut = decode(head, encoding, limit=self.settings.head_bytes, complete=not cut)
+            if structure(head) > max(_DENSE, _DENSE_SHARE * len(head)):
+                return self.unread(exchange, Cut.DENSE)
+            body = parse(head, cut=cut)
+            reading, serving, key = self._reading(body, exchange)
+            reading.cut, reading.why_cut = cut, Cut.HEAD_BYTES if cut else None
+            if serving.exact and not cut:
+                self._read_exactly(api, body, reading, serving, key, exchange)
             else:
                 self._read(api, body, reading, serving, key, exchange)
         except NoContent as error:
             if not cut:
                 raise Passed(Cause.INVALID_BODY) from error
-            reading.tokens = _declared_bytes(exchange) // TOKEN_BYTES
-        phases.parsed_s = self._clock()
-        reading.until_s = phases.collected_s + settings.decide_s + settings.decide_s_per_16_kib * exchange.held / 16384
+            return self.unread(exchange)
         return reading
 
-    async def finish(self, reading: Reading, phases: Phases) -> None:
-        """Hash the prompt, or as much of it as the decision deadline allows."""
-        if reading.plain is not None:
-            while not reading.plain.advance():
-                await asyncio.sleep(0)
-                if self._clock() >= reading.until_s:
-                    phases.cut = Cut.DECISION_DEADLINE
-                    break
-        elif reading.job is not None:
-            try:
-                await self._run(reading, reading.job, phases)
-            except ValueError:
-                phases.unkeyed = Unkeyed.TEMPLATE
-                reading.tokens += reading.job.tokens
-                reading.job, reading.exact = None, False
+    def unread(self, exchange: Exchange, why: Cut = Cut.HEAD_BYTES) -> Reading:
+        """By the headers alone."""
+        reading, _, _ = self._reading({}, exchange)
+        reading.why_cut = why
+        reading.tokens = _declared_bytes(exchange) // TOKEN_BYTES
+        return reading
 
-    async def _run(self, reading: Reading, job: Job, phases: Phases) -> None:
-        encoder = job.encoder
-        if job.fresh_bytes <= (_INLINE_BYTES if encoder.tokenizer.fast else _INLINE_BYTES_SLOW):
-            job.run()
-        elif self.waiting_bytes + job.fresh_bytes > self.settings.backlog_bytes:
-            phases.cut = Cut.BUSY
-            return
-        else:
-            rest = self._in_thread(job.run, job.fresh_bytes)
-            done, _ = await asyncio.wait((rest,), timeout=reading.until_s - self._clock())
-            if not done:
-                phases.cut, reading.rest = Cut.DECISION_DEADLINE, rest
-                return
-            rest.result()
-        if job.continued and encoder.wants_check() and not self.waiting_bytes:
-            self._in_thread(partial(encoder.check, job), job.text_bytes)
-
-    def _in_thread(self, work: Callable[[], Any], size: int) -> asyncio.Future[Any]:
-        self.waiting_bytes += size
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-        def done(future: asyncio.Future[Any]) -> None:
-            self.waiting_bytes -= size
-            if not future.cancelled():
-                future.exception()  # seen: whoever waited for it may have left
-
-        future.add_done_callback(done)
-        return future
-
-    async def _body(self, exchange: Exchange, phases: Phases) -> tuple[Mapping[str, Any] | None, bool]:
-        """The parsed head, and: is that not the whole? None: nothing can be made of the head of a cut body."""
-        head, cut = exchange.head(), exchange.cut_short
-        if not head and not cut:
-            raise Passed(Cause.EMPTY_BODY)
-        try:
-            if (encoding := exchange.headers.get("content-encoding")) is not None:
-                limit = self.settings.head_bytes
-                decoding = self._in_thread(partial(decode, head, encoding, limit=limit, complete=not cut), len(head))
-                done, _ = await asyncio.wait((decoding,), timeout=self.settings.decide_s)
-                if not done:
-                    phases.cut = Cut.DECISION_DEADLINE
-                    return None, True
-                head, cut = decoding.result()
-            return parse(head, cut=cut), cut
-        except NoContent as error:
-            if not cut:
-                raise Passed(Cause.INVALID_BODY) from error
-            return None, True
+    def _reading(self, body: Mapping[str, Any], exchange: Exchange) -> tuple[Reading, Pool, str]:
+        """With the pool, and the name that keeps its blocks apart."""
+        pool, key = self._pool(name(body.get("model")))
+        serving = self.pools.get(pool)
+        if serving is None:
+            raise Passed(Cause.UNKNOWN_MODEL)
+        hint = session(body, exchange.headers, self.settings.session_hints)
+        return Reading(pool, None if hint is None else self._salt(key, hint), serving.cache_tokens), serving, key
 
     def _read(
         self, api: Api, body: Mapping[str, Any], reading: Reading, serving: Pool, key: str, exchange: Exchange
@@ -313,18 +249,17 @@ class Reader:
         serving: Pool,
         key: str,
         exchange: Exchange,
-        phases: Phases,
     ) -> None:
         encoder = self.encoders.get(reading.pool)
         bytes_per_token = TOKEN_BYTES if encoder is None else encoder.bytes_per_token
         reading.tokens = int(_declared_bytes(exchange) / bytes_per_token)
         if api.exact is None:
-            phases.unkeyed = Unkeyed.API
+            reading.unkeyed = Unkeyed.API
             return
         try:
             content = read(api.exact, body)
         except NotExact:
-            phases.unkeyed = Unkeyed.OPTION
+            reading.unkeyed = Unkeyed.OPTION
             return
         salt, sizes = self._content_salt(key, content, exchange), serving.block_sizes()
         prompt, reading.tokens = content.prompt, int(content.extra_bytes / bytes_per_token)
@@ -333,14 +268,18 @@ class Reader:
             reading.exact, reading.plain = True, _Plain(prompt.data, (salt,), sizes)
         elif prompt is not None and encoder is None:
             reading.tokens = int(_declared_bytes(exchange) / bytes_per_token)
-            phases.unkeyed = Unkeyed.TOKENIZER
+            reading.unkeyed = Unkeyed.TOKENIZER
         elif prompt is not None and encoder is not None:
-            reading.job = Job(encoder, prompt, salt, sizes)
+            try:
+                reading.job = Job(encoder, prompt, salt, sizes)
+            except NotExact:  # a message that is none
+                reading.tokens, reading.unkeyed = int(_declared_bytes(exchange) / bytes_per_token), Unkeyed.OPTION
+                return
             reading.exact = not (isinstance(prompt, Chat) and prompt.media)
 
     def _pool(self, model: str | None) -> tuple[str, str]:
         """The pool that serves `model`, and the name that keeps its blocks apart from those of others."""
-        pool_of, pools = self.settings.pool_of, self._router.pools
+        pool_of, pools = self.settings.pool_of, self.pools
         if model is not None and model in pool_of:
             return pool_of[model], model if model in self.settings.adapters else pool_of[model]
         if "*" in pool_of:
@@ -365,3 +304,9 @@ def _declared_bytes(exchange: Exchange) -> int:
     """The body's length as the client declared it; what has arrived where it did not."""
     declared = exchange.headers.get("content-length", "")
     return max(int(declared) if declared.isdecimal() and len(declared) < 12 else 0, exchange.held)
+
+
+def structure(head: bytes) -> int:
+    """How many characters of a JSON text, those in its strings among them, part values: what reading it costs, at most
+    1 us each. 1 ms a megabyte."""
+    return len(head) - len(head.translate(None, b'{[",'))

@@ -15,7 +15,8 @@ from cachetools import TTLCache
 
 from extproc.core.router import Router
 from extproc.core.types import End, Outcome, Refusal, Rejection, Settled, Ticket
-from extproc.reading import Cause, Cut, Passed, Phases, Reader, Reading
+from extproc.reader import Reader
+from extproc.reading import Cause, Cut, Passed, Phases, Reading
 from extproc.wire import access_log, messages
 from extproc.wire.envoy_pb2 import StreamAccessLogsResponse
 from extproc.wire.exchange import BodyMode, Exchange, ProtocolError, Step

@@ -321,7 +321,7 @@ class _State(Collector):
             "1 where a tokenizer could not be loaded or the self-test failed; /healthz says what it is.",
             labels=("pool",),
         )
-        for name, encoder in reader.encoders.items():
+        for name, encoder in reader.interpreter.encoders.items():
             mismatches.add_metric((name,), encoder.mismatches)
         for name in self._router.pools:
             faults.add_metric((name,), name in reader.faults)

@@ -21,7 +21,8 @@ from extproc.core.router import Router
 from extproc.core.types import Node, Policy, Settled, Ticket
 from extproc.listening import ACCESS_LOG, EXT_PROC, Health, build
 from extproc.policies.least_ttft import LeastTtft
-from extproc.reading import Cause, Cut, Phases, Reader, ReadingSettings, Unkeyed
+from extproc.reader import Reader
+from extproc.reading import Cause, Cut, Interpreter, Phases, ReadingSettings, Unkeyed
 from extproc.server import ExtProc, Settings
 from extproc.tokens.encoder import Encoder
 from extproc.wire.envoy_pb2 import (
@@ -333,8 +334,8 @@ async def running(
     seen, clock, health = observer(router), clock or Clock(), Health()
     of_server, of_reading = settings(**changes)
     with ThreadPoolExecutor(1) as threads, tempfile.TemporaryDirectory() as folder:
-        reader = Reader(router, of_reading, threads, clock)
-        reader.encoders.update(encoders or {})
+        reader = Reader(Interpreter(router.pools, of_reading), threads, clock)
+        reader.interpreter.encoders.update(encoders or {})
         ext_proc = ExtProc(router, reader, of_server, seen, clock)
         listen = f"unix:{Path(folder) / 's'}"
         server = build(ext_proc, health, listen=listen, max_message_bytes=64 << 20)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from extproc.config import Config, ModelConfig
-from extproc.core.router import Router
 from extproc.models import Models, self_test
-from extproc.reading import Reader
+from extproc.reader import Reader
+from extproc.reading import Interpreter
 from extproc.tokens.memo import Memo
 from tests.builders import pool_of, settings, until
 from tests.tokens import vocabularies
@@ -33,10 +33,9 @@ def config(**models: dict[str, Any]) -> Config:
 async def kept(**models: dict[str, Any]) -> AsyncIterator[tuple[Models, Reader]]:
     """Models that keep a reader as this configuration wants it."""
     pools = {name: pool_of("n1", exact="tokenizer" in fields) for name, fields in models.items()}
-    router = Router(pools, ticket_ttl_s=600.0, ticket_prefix="t-")
     with ThreadPoolExecutor(1) as threads:
         _, reading = settings(pool_of={name: name for name in models})
-        reader = Reader(router, reading, threads, time.monotonic)
+        reader = Reader(Interpreter(pools, reading), threads, time.monotonic)
         found = Models(reader, Memo(1 << 20), clock=time.monotonic, now=datetime.now)
         found.want(config(**models))
         running = asyncio.create_task(found.run())
@@ -56,7 +55,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_a_model_with_a_tokenizer_and_one_without_are_well(directory: Path) -> None:
     async with kept(exact={"tokenizer": str(directory)}, plain={}) as (models, reader):
-        assert set(reader.encoders) == {"exact"}
+        assert set(reader.interpreter.encoders) == {"exact"}
         status = models.status()
         assert (status["exact"]["tokens"], status["plain"]["tokens"]) == ("exact", "approximate")
         assert status["exact"]["tokenizer"] == "fast"
@@ -86,7 +85,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_a_fault_that_says_why(
                     path.unlink()
             (there / name).write_text(text)
     async with kept(m={"tokenizer": str(there), **fields}) as (models, reader):
-        assert not reader.encoders
+        assert not reader.interpreter.encoders
         assert said in str(models.status()["m"]["fault"])
         assert reader.faults["m"].startswith("tokenizer: ")
 
@@ -96,22 +95,22 @@ async def test_a_new_configuration_is_taken_and_an_old_one_forgotten(directory: 
     async with kept(m={"tokenizer": "./nowhere"}) as (models, reader):
         assert "m" in reader.faults
         models.want(config(m={"tokenizer": str(directory)}))
-        await until(lambda: "m" in reader.encoders and not reader.faults)
-        before = reader.encoders["m"]
+        await until(lambda: "m" in reader.interpreter.encoders and not reader.faults)
+        before = reader.interpreter.encoders["m"]
         models.want(config(m={"tokenizer": str(other)}))
-        assert "m" not in reader.encoders
-        await until(lambda: "m" in reader.encoders)
-        assert reader.encoders["m"] is not before
-        assert reader.encoders["m"].number != before.number
+        assert "m" not in reader.interpreter.encoders
+        await until(lambda: "m" in reader.interpreter.encoders)
+        assert reader.interpreter.encoders["m"] is not before
+        assert reader.interpreter.encoders["m"].number != before.number
         models.want(config(another={}))
-        assert not reader.encoders
+        assert not reader.interpreter.encoders
         assert list(models.status()) == ["another"]
 
 
 async def test_the_self_test_notices_a_pipeline_that_does_not_match_itself(directory: Path) -> None:
     async with kept(m={"tokenizer": str(directory)}) as (_, reader):
         assert await self_test(reader, "m") is None
-        encoder = reader.encoders["m"]
+        encoder = reader.interpreter.encoders["m"]
         whole = encoder.tokenizer.encode
         calls = iter(range(1000))
 

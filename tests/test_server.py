@@ -994,7 +994,7 @@ async def test_what_changes_later_keeps_the_blocks_before_it(messages: list[dict
 async def test_a_salt_of_another_process_gives_other_hashes() -> None:
     async with running() as server:
         await server.ask(json.dumps(BASE).encode())
-        server.ext_proc.reader.settings = replace(server.ext_proc.reader.settings, salt=2)
+        server.ext_proc.reader.interpreter.settings = replace(server.ext_proc.reader.interpreter.settings, salt=2)
         await server.ask(json.dumps(BASE).encode())
         one, two = (each.request.chains[16] for each in server.seen.tickets)
         hashes = {one[at : at + HASH_BYTES] for at in range(0, len(one), HASH_BYTES)}

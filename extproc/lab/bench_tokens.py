@@ -24,11 +24,12 @@ from tokenizers import Tokenizer
 from extproc.app import SWITCH_S, apply_pools, reading_settings_of
 from extproc.config import Config, ModelConfig
 from extproc.core.blocks import block_hashes
-from extproc.core.router import Router
+from extproc.core.pool import Pool
 from extproc.lab import vocabulary
 from extproc.lab.bench_core import BLOCK_TOKENS, MODEL, Stopwatch, Timing
 from extproc.models import load_encoder
-from extproc.reading import Phases, Reader
+from extproc.reader import Reader
+from extproc.reading import Interpreter, Phases
 from extproc.tokens.encoder import Encoder
 from extproc.tokens.memo import Memo
 from extproc.wire.envoy_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProtocolConfiguration
@@ -62,12 +63,11 @@ class _Reading:
 
     def __init__(self, encoder: Encoder, directory: Path, threads: ThreadPoolExecutor) -> None:
         config = Config(models=(ModelConfig(name=MODEL, tokenizer=str(directory), block_tokens=BLOCK_TOKENS),))
-        pools: dict[str, object] = {}
-        apply_pools(pools, config)  # type: ignore[arg-type]
-        router = Router(pools, ticket_ttl_s=1.0, ticket_prefix="")  # type: ignore[arg-type]
+        pools: dict[str, Pool] = {}
+        apply_pools(pools, config)
         self.encoder = encoder
-        self.reader = Reader(router, reading_settings_of(config, salt=1), threads, time.monotonic)
-        self.reader.encoders[MODEL] = encoder
+        self.reader = Reader(Interpreter(pools, reading_settings_of(config, salt=1)), threads, time.monotonic)
+        self.reader.interpreter.encoders[MODEL] = encoder
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     async def ours(self, data: bytes) -> int:

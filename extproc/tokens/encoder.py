@@ -17,6 +17,9 @@ from extproc.tokens.tokenizer import Tokenizer
 _SLICE_BYTES = 1 << 16
 """Of token ids hashed at a time: others that wait for the interpreter get it in between."""
 
+_LONGEST_PIECE = 1 << 17
+"""Of characters that a fast tokenizer takes in one step: longer ones keep others from the interpreter for over 2 ms."""
+
 _NUMBERS = count()
 _CHECKED_FIRST = 32
 _CHECKED_EVERY = 64
@@ -84,6 +87,8 @@ class Job:
     ) -> None:
         self.prompt, self.salt, self.sizes = prompt, salt, sizes
         self.done = False
+        self.short = False
+        """There is a stretch that cannot be cut and is too long: what is hashed ends before it."""
         self.continued = False
         """Made of an earlier turn and what was new."""
         self.text_bytes = 0
@@ -107,21 +112,29 @@ class Job:
     @property
     def tokens(self) -> int:
         """Of the prompt; an estimate until it is done."""
-        return self._mark.length // TOKEN_BYTES if self.done else int(self._expected)
+        return self._mark.length // TOKEN_BYTES if self.done and not self.short else int(self._expected)
 
     def chains(self) -> dict[int, Chain]:
         """The hashes so far, for each block size."""
         parts = list(self._parts)
         return {size: b"".join([part[i] for part in parts]) for i, size in enumerate(self.sizes)}
 
-    def run(self) -> None:
-        """Read what is not known yet. ValueError: the engine would refuse it, or the template cannot render it."""
+    def run(self, most_bytes: int | None = None) -> bool:
+        """Read what is not known yet. False: that would be more text than `most_bytes`, and is still to be done.
+
+        ValueError: the engine would refuse it, or the template cannot render it.
+        """
         prompt = self.prompt
-        if isinstance(prompt, Text):
-            self._whole(prompt.text, special=prompt.add_special_tokens)
-        elif self._entry is None or not self._continue(prompt, self._entry):
-            self._anew(prompt)
+        if self._entry is None or not isinstance(prompt, Chat) or not self._continue(prompt, self._entry):
+            self._entry, self.fresh_bytes = None, self.text_bytes
+            if most_bytes is not None and self.text_bytes > most_bytes:
+                return False
+            if isinstance(prompt, Text):
+                self._whole(prompt.text, special=prompt.add_special_tokens)
+            else:
+                self._anew(prompt)
         self.done = True
+        return True
 
     def _root(self, special: bool) -> bytes:
         return msgspec.msgpack.encode((self.encoder.number, self.salt, self.sizes, special))
@@ -177,7 +190,7 @@ class Job:
 
     def _keep(self, behind: int) -> None:
         """Remember the conversation up to here: its next turn goes on from it."""
-        if self._memo is not None:
+        if self._memo is not None and not self.short:
             chains = tuple(self.chains().values())
             self._memo.put(self._keys[-1], Entry(self._mark, chains, behind))
 
@@ -187,6 +200,8 @@ class Job:
         if special:
             self._add(tokenizer.start)
         for piece in tokenizer.pieces(text):
+            if self._too_long(piece):
+                return
             key = xxh3_128_digest(key + piece.encode("utf-8", "surrogatepass"))
             entry = None if memo is None else memo.get(key)
             if entry is not None:
@@ -205,9 +220,18 @@ class Job:
 
     def _encode(self, text: str) -> None:
         for piece in self.encoder.tokenizer.pieces(text):
+            if self._too_long(piece):
+                return
             self._add(self.encoder.tokenizer.encode(piece))
 
+    def _too_long(self, piece: str) -> bool:
+        """Nothing behind such a piece is hashed either."""
+        self.short = self.short or (self.encoder.tokenizer.fast and len(piece) > _LONGEST_PIECE)
+        return self.short
+
     def _add(self, ids: bytes) -> None:
+        if self.short:
+            return
         for at in range(0, len(ids), _SLICE_BYTES):
             mark, chains = extend(self._mark, ids[at : at + _SLICE_BYTES], self.sizes)
             # in this order: another thread may look in between, and more hashes than the mark says do no harm

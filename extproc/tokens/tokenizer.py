@@ -154,9 +154,11 @@ class Tokenizer:
         if self._library is None:
             raise TokenizerError("a text that tiktoken cannot encode")
         try:
-            return array("I", self._library.encode(piece, add_special_tokens=False).ids).tobytes()
+            # `encode` keeps the interpreter to itself until it is done, and counts offsets
+            (encoding,) = self._library.encode_batch_fast([piece], add_special_tokens=False)
         except TypeError:  # surrogates
-            return array("I", self._library.encode(_mend(piece), add_special_tokens=False).ids).tobytes()
+            (encoding,) = self._library.encode_batch_fast([_mend(piece)], add_special_tokens=False)
+        return array("I", encoding.ids).tobytes()
 
     # ---- pieces ----
 

@@ -17,7 +17,8 @@ from extproc.core.pool import Pool
 from extproc.core.router import Router
 from extproc.core.types import InferenceRequest, Ticket
 from extproc.models import load_encoder
-from extproc.reading import Phases, Reader
+from extproc.reader import Reader
+from extproc.reading import Interpreter, Phases
 from extproc.tokens.memo import Memo
 from extproc.wire.envoy_pb2 import HttpBody, HttpHeaders, ProcessingRequest, ProtocolConfiguration
 from extproc.wire.exchange import Exchange
@@ -50,10 +51,10 @@ class Ours:
         apply_pools(pools, config)
         self._router = Router(pools, ticket_ttl_s=600.0, ticket_prefix="t-")
         settings = reading_settings_of(config, salt=1)
-        self._reader = Reader(self._router, settings, threads, time.monotonic)
+        self._reader = Reader(Interpreter(pools, settings), threads, time.monotonic)
         self._exact = directory is not None
         if self._exact:
-            self._reader.encoders[MODEL] = load_encoder(
+            self._reader.interpreter.encoders[MODEL] = load_encoder(
                 config.models[0], Memo(config.server.memo_bytes), clock=time.monotonic, now=datetime.now
             )
 
@@ -79,4 +80,4 @@ class Ours:
 
     def faults(self) -> int:
         """Conversations that were found to be continued wrongly."""
-        return self._reader.encoders[MODEL].mismatches
+        return self._reader.interpreter.encoders[MODEL].mismatches

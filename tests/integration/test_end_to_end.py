@@ -327,4 +327,3 @@ async def test_a_server_that_is_killed_costs_no_request_its_answer(envoy: Envoy,
         assert len(served) > 1  # nobody steers a client's requests, and the client does not either
     finally:
         stack.start_server()
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from extproc.wire.requests.content import Content, NotExact, content_of, prompts, text_or_ids
@@ -47,5 +48,6 @@ def _one(value: Any) -> bytes:
     if isinstance(value, dict):
         value = value.get("prompt_string")
     if isinstance(value, list):
-        return b"".join([prompts(each if isinstance(each, str) else [each])[0] for each in value])
+        runs = groupby(value, lambda each: isinstance(each, str))
+        return b"".join([part for texts, run in runs for part in prompts([*run] if texts else [[*run]])])
     return prompts(value)[0]

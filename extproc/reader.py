@@ -1,0 +1,114 @@
+"""Reads requests on the loop or, where it takes long, by threads, within the time that there is for a decision."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any
+
+from extproc.reading import Cause, Cut, Interpreter, Passed, Phases, Reading, Unkeyed, structure
+from extproc.tokens.encoder import Job
+from extproc.wire.exchange import Exchange
+from extproc.wire.requests import api_of
+
+_INLINE_HEAD_BYTES, _INLINE_STRUCTURE = 256 << 10, 6000
+"""Of a head that is parsed on the loop: prose of that size, or some 2,000 objects, in a millisecond or two."""
+_INLINE_BYTES = 8192
+"""Of text that is tokenized on the loop, 0.6 ms with a fast tokenizer; more goes to a thread, which costs 0.1 ms."""
+_INLINE_BYTES_SLOW = 1024
+
+
+class Reader:
+    """Reads requests; what takes long is left to `threads`."""
+
+    def __init__(self, interpreter: Interpreter, threads: Executor, clock: Callable[[], float]) -> None:
+        self.interpreter = interpreter
+        self.faults: dict[str, str] = {}
+        """By pool: why its tokenizer is not there, or what its self-test found."""
+        self.waiting_bytes = 0
+        """Of prompts that threads have not read yet."""
+        self._threads = threads
+        self._clock = clock
+
+    async def begin(self, exchange: Exchange, phases: Phases) -> Reading:
+        """What the head says; the prompt is still to be hashed. Passed: it is not for us."""
+        api = api_of(exchange.headers.get(":path", ""))
+        if api is None:
+            raise Passed(Cause.UNKNOWN_PATH)
+        interpreter, settings = self.interpreter, self.interpreter.settings
+        if phases.cut is Cut.NO_ROOM:
+            reading = interpreter.unread(exchange)
+        elif head := exchange.head():
+            read = partial(interpreter.read, api, exchange, head)
+            if "content-encoding" not in exchange.headers and _quick(head):
+                reading = read()
+            elif self._full(len(head)):
+                reading = interpreter.unread(exchange, Cut.BUSY)
+            else:
+                pending = self._in_thread(read, len(head))
+                done, _ = await asyncio.wait((pending,), timeout=settings.decide_s)
+                reading = pending.result() if done else interpreter.unread(exchange, Cut.DECISION_DEADLINE)
+        elif exchange.cut_short:
+            reading = interpreter.unread(exchange)
+        else:
+            raise Passed(Cause.EMPTY_BODY)
+        phases.cut, phases.unkeyed = phases.cut or reading.why_cut, reading.unkeyed
+        phases.parsed_s = self._clock()
+        allowed_s = settings.decide_s + settings.decide_s_per_16_kib * exchange.held / 16384
+        reading.until_s = phases.collected_s + allowed_s
+        return reading
+
+    async def finish(self, reading: Reading, phases: Phases) -> None:
+        """Hash the prompt, or as much of it as the decision deadline allows."""
+        if reading.plain is not None:
+            while not reading.plain.advance():
+                await asyncio.sleep(0)
+                if self._clock() >= reading.until_s:
+                    phases.cut = Cut.DECISION_DEADLINE
+                    break
+        elif reading.job is not None:
+            try:
+                await self._run(reading, reading.job, phases)
+            except ValueError:
+                phases.unkeyed = Unkeyed.TEMPLATE
+                reading.tokens += reading.job.tokens
+                reading.job, reading.exact = None, False
+
+    async def _run(self, reading: Reading, job: Job, phases: Phases) -> None:
+        encoder = job.encoder
+        inline = _INLINE_BYTES if encoder.tokenizer.fast else _INLINE_BYTES_SLOW
+        if job.fresh_bytes > inline or not job.run(inline):
+            if self._full(job.fresh_bytes):
+                phases.cut = Cut.BUSY
+                return
+            rest = self._in_thread(job.run, job.fresh_bytes)
+            done, _ = await asyncio.wait((rest,), timeout=reading.until_s - self._clock())
+            if not done:
+                phases.cut, reading.rest = Cut.DECISION_DEADLINE, rest
+                return
+            rest.result()
+        if job.short:
+            phases.cut = Cut.UNBROKEN
+        if job.continued and encoder.wants_check() and not self.waiting_bytes:
+            self._in_thread(partial(encoder.check, job), job.text_bytes)
+
+    def _full(self, size: int) -> bool:
+        return self.waiting_bytes + size > self.interpreter.settings.backlog_bytes
+
+    def _in_thread(self, work: Callable[[], Any], size: int) -> asyncio.Future[Any]:
+        self.waiting_bytes += size
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+        def done(future: asyncio.Future[Any]) -> None:
+            self.waiting_bytes -= size
+            if not future.cancelled():
+                future.exception()  # seen: whoever waited for it may have left
+
+        future.add_done_callback(done)
+        return future
+
+
+def _quick(head: bytes) -> bool:
+    return len(head) <= _INLINE_HEAD_BYTES and structure(head) <= _INLINE_STRUCTURE
