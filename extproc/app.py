@@ -11,10 +11,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 _PROBE_S = 0.01
 SWITCH_S = 0.0005
 _WATCH_S = 1.0
+_FIXED = ("listen", "metrics_listen", "metrics", "max_message_bytes", "memo_bytes", "tokenizer_threads")
 _LOAD_S = 60.0
 """To load tokenizers before the first request; those that take longer are missing until they are there."""
 _LAST_S = 0.1
@@ -91,7 +93,7 @@ def settings_of(config: Config) -> Settings:
     return Settings(
         max_streams=server.max_streams,
         head_bytes=server.head_bytes,
-        headers=HEADERS | {*server.session_hints, server.isolate_by_header},
+        headers=HEADERS | {name.lower() for name in (*server.session_hints, server.isolate_by_header)},
         max_held_bytes=server.max_held_bytes,
         collect_gap_s=server.collect_gap_s,
         collect_total_s=server.collect_total_s,
@@ -134,10 +136,11 @@ class App:
         self._tracing: TracerProvider | None = span_exporting() if traces_wanted(config.telemetry) else None
         tracer = None if self._tracing is None else self._tracing.get_tracer("kvaffinity")
         self.telemetry = Telemetry(self.router, tracer)
+        self._parsers = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._threads = ThreadPoolExecutor(config.server.tokenizer_threads, thread_name_prefix="tokenize")
         memo = Memo(config.server.memo_bytes)
         interpreter = Interpreter(self.router.pools, reading_settings_of(config, salt=self._salt))
-        reader = Reader(interpreter, self._threads, time.monotonic)
+        reader = Reader(interpreter, self._parsers, self._threads, time.monotonic)
         self.models = Models(reader, memo, clock=time.monotonic, now=datetime.now)
         self.models.want(config)
         self.ext_proc = ExtProc(self.router, reader, settings_of(config), self.telemetry, time.monotonic)
@@ -176,7 +179,7 @@ class App:
                 ("look after tokenizers", self.models.run),
             )
         ]
-        await self.models.settled(_LOAD_S)
+        await _either(stop.wait(), self.models.settled(_LOAD_S))
         # A thread that renders a template must not keep the loop from its turn for long (5 ms is what Python gives it).
         sys.setswitchinterval(SWITCH_S)
         await server.start()
@@ -197,7 +200,8 @@ class App:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._parsers, self._threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         await self._scraper.close()
         if pages is not None:
             await pages.cleanup()
@@ -230,7 +234,7 @@ class App:
             self._scraper.replace(self.router.pools)
         else:
             self._scraper.replace({})
-        fixed, started = ("listen", "metrics_listen", "metrics", "max_message_bytes"), self._started_with
+        fixed, started = _FIXED, self._started_with
         changed = [f"server.{key}" for key in fixed if getattr(config.server, key) != getattr(started.server, key)]
         changed += [key for key in ("salt", "telemetry") if getattr(config, key) != getattr(started, key)]
         self.config = config
@@ -285,6 +289,15 @@ class App:
         host, _, port = self.config.server.metrics_listen.rpartition(":")
         await web.TCPSite(runner, host.strip("[]"), int(port)).start()
         return runner
+
+
+async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Until one is over; the others are given up."""
+    tasks = [asyncio.ensure_future(each) for each in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _send_last_spans(tracing: TracerProvider) -> None:

@@ -61,7 +61,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Release a request's load after this long when no access log came for it."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """After SIGTERM, how long open streams may take."""
-    session_hints: tuple[Name, ...] = ("x-session-id", "prompt_cache_key", "previous_response_id", "user")
+    session_hints: tuple[Name, ...] = ("x-session-id", "prompt_cache_key", "user", "previous_response_id")
     """Request headers or fields of the body (`metadata.user_id` is a field in a field) that name a session; the first
     that is there counts."""
     isolate_by_header: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]*$")] = ""

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from extproc.config import Config, ModelConfig
 from extproc.core.prefix_map import PrefixMap
@@ -33,11 +35,11 @@ _TEST_DEADLINE_S = 10.0
 
 _QUESTION = "What is the weight of the moon, and what would it be worth in cheese? " * 40
 _TURNS = [
-    {"role": "system", "content": "You know everything about celestial bodies. " * 40},
     {"role": "user", "content": _QUESTION},
     {"role": "assistant", "content": "About 7.3e22 kg, and far too much. " * 10},
     {"role": "user", "content": "And of the sun?"},
 ]
+_TEXT = {"prompt": _QUESTION}
 
 
 class Models:
@@ -84,7 +86,7 @@ class Models:
             if source is None or name in self._loaded:
                 continue
             try:
-                encoder = await asyncio.to_thread(self._load, model)
+                encoder = await _in_daemon(partial(self._load, model))
             except (
                 Exception
             ) as error:  # what libraries raise at a broken file or a hub that is away is theirs to choose
@@ -136,12 +138,34 @@ class Models:
         encoders = self._reader.interpreter.encoders
         return {
             name: {
-                "tokens": "approximate" if model.tokenizer is None else "exact",
+                "tokens": "approximate" if model.tokenizer is None else "exact" if name in encoders else "none",
                 **(encoders[name].status() if name in encoders else {}),
                 "fault": self._faults.get(name),
             }
             for name, model in self._wanted.items()
         }
+
+
+async def _in_daemon(work: Callable[[], Encoder]) -> Encoder:
+    """Wait for a thread that the process does not wait for when it ends: a hub may keep it for ever."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Encoder] = loop.create_future()
+
+    def set_unless_cancelled(settle: Callable[[Any], None], value: Any) -> None:
+        if not done.cancelled():
+            settle(value)
+
+    def run() -> None:
+        settle: Callable[[Any], None] = done.set_result
+        try:
+            value: Any = work()
+        except Exception as error:
+            settle, value = done.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(set_unless_cancelled, settle, value)
+
+    threading.Thread(target=run, name="load a tokenizer", daemon=True).start()
+    return await done
 
 
 def load_encoder(model: ModelConfig, memo: Memo, *, clock: Callable[[], float], now: Callable[[], datetime]) -> Encoder:
@@ -167,27 +191,39 @@ def load_encoder(model: ModelConfig, memo: Memo, *, clock: Callable[[], float], 
 
 async def self_test(reader: Reader, pool: str) -> str | None:
     """Does a known prompt match itself on its way from bytes to blocks, and is a conversation that goes on what it is
-    when read anew? None, or what is wrong."""
+    when read anew? None (as well when there was no time to find out), or what is wrong."""
+    encoder = reader.interpreter.encoders.get(pool)
+    chat = encoder is None or encoder.growth is not None
+    prompts = [{"messages": _TURNS[:1]}, {"messages": _TURNS[:1]}, {"messages": _TURNS}] if chat else [_TEXT, _TEXT]
     try:
-        first, again, longer = [await _read(reader, pool, turns) for turns in (_TURNS[:2], _TURNS[:2], _TURNS)]
+        first, again, *longer = [await _read(reader, pool, prompt, chat=chat) for prompt in prompts]
+    except _Busy:
+        return None
     except (Passed, ValueError) as error:
         return f"a prompt cannot be read: {error}"
-    for size, chain in first.request().chains.items():
+    chains, others = first.request().chains, again.request().chains
+    for size in chains.keys() & others.keys():  # a scrape may have told another size meanwhile
         held = PrefixMap()
         held.add_node("node", 1 << 20)
-        held.store("node", chain, now=0.0)
-        if not chain or held.match(again.request().chains[size]) != {"node": len(chain) // HASH_BYTES}:
+        held.store("node", chains[size], now=0.0)
+        if not chains[size] or held.match(others[size]) != {"node": len(chains[size]) // HASH_BYTES}:
             return "a prompt does not match itself"
-    if longer.job is not None and not await asyncio.to_thread(reader.interpreter.encoders[pool].check, longer.job):
-        return "a conversation that goes on is not what it is when read anew"
-    return None if first.request().chains else "a prompt has no blocks"
+    for each in longer:
+        if each.job is not None and not await asyncio.to_thread(each.job.encoder.check, each.job):
+            return "a conversation that goes on is not what it is when read anew"
+    return None if chains else "a prompt has no blocks"
 
 
-async def _read(reader: Reader, pool: str, turns: list[dict[str, str]]) -> Reading:
+class _Busy(Exception):
+    """The prompt was not read to its end."""
+
+
+async def _read(reader: Reader, pool: str, prompt: dict[str, Any], *, chat: bool) -> Reading:
     """As if Envoy had sent it."""
-    body = json.dumps({"model": pool, "messages": turns}).encode()
+    body = json.dumps({"model": pool, **prompt}).encode()
     headers = HttpHeaders()
-    headers.headers.headers.add(key=":path", raw_value=b"/v1/chat/completions")
+    path = b"/v1/chat/completions" if chat else b"/v1/completions"
+    headers.headers.headers.add(key=":path", raw_value=path)
     exchange, phases = Exchange(head_bytes=len(body) + 1), Phases()
     mode = ProtocolConfiguration(request_body_mode=ProtocolConfiguration.BUFFERED)
     exchange.receive(ProcessingRequest(request_headers=headers, protocol_config=mode))
@@ -197,4 +233,6 @@ async def _read(reader: Reader, pool: str, turns: list[dict[str, str]]) -> Readi
     await reader.finish(reading, phases)
     if phases.unkeyed is not None:
         raise ValueError(f"cause {phases.unkeyed}")
+    if phases.cut is not None:
+        raise _Busy
     return reading

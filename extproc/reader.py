@@ -18,18 +18,29 @@ _INLINE_HEAD_BYTES, _INLINE_STRUCTURE = 256 << 10, 6000
 _INLINE_BYTES = 8192
 """Of text that is tokenized on the loop, 0.6 ms with a fast tokenizer; more goes to a thread, which costs 0.1 ms."""
 _INLINE_BYTES_SLOW = 1024
+_INLINE_WEIGHT = 64
+"""Messages, parts and calls that are rendered on the loop, in a millisecond."""
 
 
 class Reader:
-    """Reads requests; what takes long is left to `threads`."""
+    """Reads requests; what takes long is left to threads: parsing to its own, so that no tokenizer is in its way."""
 
-    def __init__(self, interpreter: Interpreter, threads: Executor, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        parsers: Executor,
+        tokenizers: Executor,
+        clock: Callable[[], float],
+        report: Callable[[str, Exception], None] | None = None,
+    ) -> None:
+        """`report` is told of mistakes of ours that come after the decision."""
         self.interpreter = interpreter
+        self.report = report
         self.faults: dict[str, str] = {}
         """By pool: why its tokenizer is not there, or what its self-test found."""
         self.waiting_bytes = 0
         """Of prompts that threads have not read yet."""
-        self._threads = threads
+        self._parsers, self._tokenizers = parsers, tokenizers
         self._clock = clock
 
     async def begin(self, exchange: Exchange, phases: Phases) -> Reading:
@@ -47,9 +58,9 @@ class Reader:
             elif self._full(len(head)):
                 reading = interpreter.unread(exchange, Cut.BUSY)
             else:
-                pending = self._in_thread(read, len(head))
+                pending = self._in_thread(self._parsers, read, len(head))
                 done, _ = await asyncio.wait((pending,), timeout=settings.decide_s)
-                reading = pending.result() if done else interpreter.unread(exchange, Cut.DECISION_DEADLINE)
+                reading = pending.result() if done else self._late(exchange)
         elif exchange.cut_short:
             reading = interpreter.unread(exchange)
         else:
@@ -78,12 +89,13 @@ class Reader:
 
     async def _run(self, reading: Reading, job: Job, phases: Phases) -> None:
         encoder = job.encoder
+        quick = job.weight <= _INLINE_WEIGHT
         inline = _INLINE_BYTES if encoder.tokenizer.fast else _INLINE_BYTES_SLOW
-        if job.fresh_bytes > inline or not job.run(inline):
+        if not quick or job.fresh_bytes > inline or not job.run(inline):
             if self._full(job.fresh_bytes):
                 phases.cut = Cut.BUSY
                 return
-            rest = self._in_thread(job.run, job.fresh_bytes)
+            rest = self._in_thread(self._tokenizers, job.run, job.fresh_bytes)
             done, _ = await asyncio.wait((rest,), timeout=reading.until_s - self._clock())
             if not done:
                 phases.cut, reading.rest = Cut.DECISION_DEADLINE, rest
@@ -91,20 +103,28 @@ class Reader:
             rest.result()
         if job.short:
             phases.cut = Cut.UNBROKEN
-        if job.continued and encoder.wants_check() and not self.waiting_bytes:
-            self._in_thread(partial(encoder.check, job), job.text_bytes)
+        if job.continued and not self.waiting_bytes and encoder.wants_check():
+            self._in_thread(self._tokenizers, partial(encoder.check, job), job.text_bytes)
+
+    def _late(self, exchange: Exchange) -> Reading:
+        try:
+            return self.interpreter.unread(exchange, Cut.DECISION_DEADLINE)
+        except Passed:  # several pools, and nobody knows yet which
+            raise Passed(Cause.LATE) from None
 
     def _full(self, size: int) -> bool:
         return self.waiting_bytes + size > self.interpreter.settings.backlog_bytes
 
-    def _in_thread(self, work: Callable[[], Any], size: int) -> asyncio.Future[Any]:
+    def _in_thread(self, threads: Executor, work: Callable[[], Any], size: int) -> asyncio.Future[Any]:
         self.waiting_bytes += size
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future = asyncio.get_running_loop().run_in_executor(threads, work)
 
         def done(future: asyncio.Future[Any]) -> None:
             self.waiting_bytes -= size
-            if not future.cancelled():
-                future.exception()  # seen: whoever waited for it may have left
+            error = None if future.cancelled() else future.exception()
+            # whoever waited for it may have left; what the request is refused for is no mistake
+            if isinstance(error, Exception) and not isinstance(error, ValueError | Passed) and self.report is not None:
+                self.report("request read in vain", error)
 
         future.add_done_callback(done)
         return future

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from extproc.core.blocks import TOKEN_BYTES, beginning, extend
 from extproc.core.pool import Pool
-from extproc.core.prompt import Chat, Ids
+from extproc.core.prompt import Ids
 from extproc.core.types import Chain, InferenceRequest
 from extproc.tokens.encoder import Encoder, Job
 from extproc.wire.exchange import Exchange
@@ -41,6 +41,8 @@ class Cause(StrEnum):
     ERROR = "error"
     PROTOCOL = "protocol"
     CLIENT_GONE = "client_gone"
+    LATE = "late"
+    """The head could not be parsed in time, and there are several pools."""
     OVERLOADED = "overloaded"
     """`max_streams` exchanges were in hand."""
 
@@ -265,7 +267,7 @@ class Interpreter:
         prompt, reading.tokens = content.prompt, int(content.extra_bytes / bytes_per_token)
         if isinstance(prompt, Ids):
             reading.tokens += len(prompt.data) // TOKEN_BYTES
-            reading.exact, reading.plain = True, _Plain(prompt.data, (salt,), sizes)
+            reading.exact, reading.plain = not prompt.media, _Plain(prompt.data, (salt,), sizes)
         elif prompt is not None and encoder is None:
             reading.tokens = int(_declared_bytes(exchange) / bytes_per_token)
             reading.unkeyed = Unkeyed.TOKENIZER
@@ -275,7 +277,7 @@ class Interpreter:
             except NotExact:  # a message that is none
                 reading.tokens, reading.unkeyed = int(_declared_bytes(exchange) / bytes_per_token), Unkeyed.OPTION
                 return
-            reading.exact = not (isinstance(prompt, Chat) and prompt.media)
+            reading.exact = not prompt.media
 
     def _pool(self, model: str | None) -> tuple[str, str]:
         """The pool that serves `model`, and the name that keeps its blocks apart from those of others."""

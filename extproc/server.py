@@ -88,6 +88,7 @@ class ExtProc:
     ) -> None:
         self.router = router
         self.reader = reader
+        reader.report = self._log_bug
         self.settings = settings
         self.held_bytes = 0
         """All heads in hand."""

@@ -333,8 +333,8 @@ async def running(
     router = Router(dict(pools or {"m": pool_of("n1", "n2")}), ticket_ttl_s=600.0, ticket_prefix="t-")
     seen, clock, health = observer(router), clock or Clock(), Health()
     of_server, of_reading = settings(**changes)
-    with ThreadPoolExecutor(1) as threads, tempfile.TemporaryDirectory() as folder:
-        reader = Reader(Interpreter(router.pools, of_reading), threads, clock)
+    with ThreadPoolExecutor(1) as parsers, ThreadPoolExecutor(1) as threads, tempfile.TemporaryDirectory() as folder:
+        reader = Reader(Interpreter(router.pools, of_reading), parsers, threads, clock)
         reader.interpreter.encoders.update(encoders or {})
         ext_proc = ExtProc(router, reader, of_server, seen, clock)
         listen = f"unix:{Path(folder) / 's'}"

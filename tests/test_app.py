@@ -19,12 +19,13 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from builders import CLUSTER, body, chat, headers, mutated, node_of, prose, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from extproc.listening import EXT_PROC
 from extproc.wire.envoy_pb2 import ProcessingRequest, ProcessingResponse
+from tests.builders import CLUSTER, body, chat, headers, mutated, node_of, prose, until
+from tests.tokens import vocabularies
 
 PROMPT = prose(4000)
 CANARY = "xyzzy-canary-4711"
@@ -79,7 +80,7 @@ class Served:
             return await self.process.wait()
 
 
-def config(listen: str, pages: str, *nodes: str, server: str = "", rest: str = "") -> str:
+def config(listen: str, pages: str, *nodes: str, server: str = "", rest: str = "", model: str = "") -> str:
     listed = "".join(
         f'[[models.nodes]]\nname = "{name}"\naddress = "10.0.0.{i}:8000"\n' for i, name in enumerate(nodes, 1)
     )
@@ -88,7 +89,7 @@ def config(listen: str, pages: str, *nodes: str, server: str = "", rest: str = "
         f"[policy]\nmargin_s = 0\nmargin_ratio = 0\n[scrape]\nenabled = false\n{rest}\n"
         '[[models]]\nname = "m"\nblock_tokens = 16\n'
         # the first turn is soon done, and the difference that its cache makes still counts
-        f"prefill_tokens_per_s = 1e6\n{listed}"
+        f"prefill_tokens_per_s = 1e6\n{model}{listed}"
     )
 
 
@@ -98,12 +99,17 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 @asynccontextmanager
 async def served(
-    tmp_path: Path, *, listen: str | None = None, server: str = "", variables: Mapping[str, str] | None = None
+    tmp_path: Path,
+    *,
+    listen: str | None = None,
+    server: str = "",
+    model: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Served]:
     listen = listen or f"127.0.0.1:{free_port()}"
     pages = f"127.0.0.1:{free_port()}"
     path, log_path = tmp_path / "kvaffinity.toml", tmp_path / "log"
-    path.write_text(config(listen, pages, "n1", "n2", server=server))
+    path.write_text(config(listen, pages, "n1", "n2", server=server, model=model))
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "extproc", "serve", "--config", str(path),
@@ -380,3 +386,44 @@ async def test_a_receiver_that_is_not_there_costs_neither_a_request_nor_the_end(
         app.process.send_signal(signal.SIGTERM)
         assert await app.ends() == 0
         assert time.monotonic() - started < 5.0
+
+
+async def test_it_ends_when_told_to_while_a_tokenizer_does_not_come(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "template")  # nobody writes to it
+    vocabularies.make("gpt2", tmp_path / "model")
+    path, pages = tmp_path / "kvaffinity.toml", f"127.0.0.1:{free_port()}"
+    path.write_text(
+        config(f"127.0.0.1:{free_port()}", pages, "n1")
+        + f'[[models]]\nname = "o"\ntokenizer = "{tmp_path}/model"\nchat_template = "{tmp_path}/template"\n'
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "extproc", "serve", "--config", str(path), env=environment({})
+    )
+    try:
+
+        async def answers() -> bool:
+            try:
+                async with aiohttp.ClientSession() as http, http.get(f"http://{pages}/healthz") as answer:
+                    return answer.status == 503
+            except aiohttp.ClientError:
+                return False
+
+        await until(answers, timeout_s=20)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+async def test_a_model_with_a_tokenizer_is_keyed_and_said_to_be(tmp_path: Path) -> None:
+    directory = vocabularies.make("qwen2", tmp_path / "model")
+    async with served(tmp_path, model=f'tokenizer = "{directory}"\n') as app:
+        for _ in range(2):
+            await app.ask(chat(PROMPT))
+        state = json.loads(await app.page("/healthz"))["models"]["m"]
+        assert (state["tokens"], state["tokenizer"], state["fault"]) == ("exact", "fast", None)
+        page = await app.page()
+        assert 'kvaffinity_requests_total{pool="m",reason="locality",tokens="exact"} 1.0' in page
+        assert 'kvaffinity_pool_fault{pool="m"} 0.0' in page

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ async def kept(**models: dict[str, Any]) -> AsyncIterator[tuple[Models, Reader]]
     pools = {name: pool_of("n1", exact="tokenizer" in fields) for name, fields in models.items()}
     with ThreadPoolExecutor(1) as threads:
         _, reading = settings(pool_of={name: name for name in models})
-        reader = Reader(Interpreter(pools, reading), threads, time.monotonic)
+        reader = Reader(Interpreter(pools, reading), threads, threads, time.monotonic)
         found = Models(reader, Memo(1 << 20), clock=time.monotonic, now=datetime.now)
         found.want(config(**models))
         running = asyncio.create_task(found.run())
@@ -121,7 +123,7 @@ async def test_the_self_test_notices_a_pipeline_that_does_not_match_itself(direc
                 return getattr(encoder_tokenizer, name)
 
             def encode(self, piece: str) -> bytes:
-                return whole(piece) + next(calls).to_bytes(4, "little")
+                return next(calls).to_bytes(4, "little") + whole(piece)
 
         encoder_tokenizer = encoder.tokenizer
         encoder.tokenizer = Forgetful()  # type: ignore[assignment]
@@ -135,3 +137,29 @@ async def test_the_self_test_names_what_makes_prompts_unreadable(tmp_path: Path)
     async with kept(m={"tokenizer": str(directory)}) as (models, reader):
         assert reader.faults["m"] == "self-test: a prompt cannot be read: cause template"
         assert models.status()["m"]["fault"] == reader.faults["m"]
+
+
+async def test_the_self_test_does_not_ask_for_more_than_the_model_can_do(tmp_path: Path) -> None:
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + vocabularies.TEMPLATE
+    strict, bare = vocabularies.make("gpt2", tmp_path / "strict"), vocabularies.make("gpt2", tmp_path / "bare")
+    (strict / "chat_template.jinja").write_text(no_system)
+    settings_of_bare = json.loads((bare / "tokenizer_config.json").read_text())
+    del settings_of_bare["chat_template"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings_of_bare))
+    async with kept(strict={"tokenizer": str(strict)}, bare={"tokenizer": str(bare)}) as (models, reader):
+        assert not reader.faults
+        assert models.status()["bare"]["chat_template"] is False
+        assert await self_test(reader, "bare") is None
+
+
+async def test_a_self_test_that_gets_no_time_finds_nothing(tmp_path: Path) -> None:
+    slow = vocabularies.make("metaspace", tmp_path / "model")
+    async with kept(m={"tokenizer": str(slow)}) as (_, reader):
+        assert not reader.faults
+        reader.interpreter.settings = replace(reader.interpreter.settings, backlog_bytes=0)
+        assert await self_test(reader, "m") is None
+
+
+async def test_what_a_missing_tokenizer_leaves_is_said() -> None:
+    async with kept(m={"tokenizer": "./nowhere"}) as (models, _):
+        assert models.status()["m"]["tokens"] == "none"

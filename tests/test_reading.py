@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 import time
@@ -99,6 +100,12 @@ async def test_each_block_size_of_a_pool_has_its_own_chain(encoder: Encoder) -> 
 
 UNKEYED: dict[str, tuple[str, bytes, Unkeyed]] = {
     "an option that changes tokens": ("/v1/chat/completions", chat("a", chat_template="{{ 1 }}"), Unkeyed.OPTION),
+    "a message that is no object": ("/v1/chat/completions", b'{"model":"m","messages":[5]}', Unkeyed.OPTION),
+    "a message without a role": ("/v1/chat/completions", b'{"model":"m","messages":[{}]}', Unkeyed.OPTION),
+    "content that is a number": (
+        "/v1/chat/completions", b'{"model":"m","messages":[{"role":"user","content":5}]}', Unkeyed.OPTION,
+    ),
+    "an item that is none": ("/v1/responses", b'{"model":"m","input":[{"role":"user","content":7}]}', Unkeyed.OPTION),
     "truncation": (COMPLETIONS, b'{"model":"m","prompt":"a","truncate_prompt_tokens":3}', Unkeyed.OPTION),
     "an API that is rendered elsewhere": (
         "/api/chat", b'{"model":"m","messages":[{"role":"user","content":"a"}]}', Unkeyed.API,
@@ -178,7 +185,7 @@ async def test_blocks_with_a_picture_in_them_are_ours_alone_and_those_before_it_
 def slowly(server: Running) -> threading.Event:
     """Keep the tokenizer's thread busy until the event is set."""
     release = threading.Event()
-    server.ext_proc.reader._threads.submit(release.wait, 20)
+    server.ext_proc.reader._tokenizers.submit(release.wait, 20)
     return release
 
 
@@ -203,6 +210,74 @@ async def test_at_the_decision_deadline_a_prompt_is_routed_on_what_is_known_and_
         await server.ask(chat(*texts))
         whole = server.seen.tickets[2]
         assert whole.decision.chosen.matched_tokens == (whole.request.prompt_tokens - 1) // 16 * 16
+
+
+async def test_what_goes_wrong_after_the_decision_is_logged(encoder: Encoder, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(exact_pool(), encoders={"m": encoder}, clock=time.monotonic, decide_s=0.05) as server:
+        release = slowly(server)
+        server.ext_proc.reader._in_thread(server.ext_proc.reader._tokenizers, lambda: 1 // 0, 10)
+        release.set()
+        await until(lambda: server.ext_proc.reader.waiting_bytes == 0)
+        assert "request read in vain: ZeroDivisionError" in caplog.text
+
+
+async def test_parsing_does_not_wait_for_the_tokenizer(encoder: Encoder) -> None:
+    data = gzip.compress(chat(prose(3000)))
+    pools = {**exact_pool(), "plain": pool_of("n3")}
+    names = {"m": "m", "plain": "plain"}
+    async with running(pools, encoders={"m": encoder}, pool_of=names) as server:
+        release = slowly(server)
+        await server.ask(chat(prose(400_000), model="plain"))
+        await server.ask(data, ("content-encoding", "gzip"))
+        assert [each.request.model for each in server.seen.tickets] == ["plain", "m"]
+        assert all(each.request.matchable for each in server.seen.tickets)
+        release.set()
+
+
+async def test_a_head_that_is_not_parsed_in_time_is_routed_by_its_headers_or_said_to_be_late() -> None:
+    data = chat(prose(400_000))
+    for others in ([], ["o"]):
+        pools = {name: pool_of("n1") for name in ["m", *others]}
+        async with running(pools, pool_of={name: name for name in pools}, decide_s=0.02) as server:
+            release = threading.Event()
+            server.ext_proc.reader._parsers.submit(release.wait, 20)
+            await server.ask(data)
+            assert server.seen.cuts == ([Cut.DECISION_DEADLINE] if len(pools) == 1 else [])
+            assert server.seen.causes == ([] if len(pools) == 1 else [Cause.LATE])
+            release.set()
+
+
+async def test_more_brackets_than_any_prompt_has_are_not_parsed() -> None:
+    data = b'{"model":"m","messages":[' + b"{}," * 300_000 + b"{}]}"
+    async with running() as server:
+        await server.ask(data)
+        assert server.seen.cuts == [Cut.DENSE]
+        assert not server.seen.tickets[0].request.matchable
+
+
+async def test_a_stretch_that_cannot_be_cut_is_matched_up_to_it(encoder: Encoder) -> None:
+    async with running(exact_pool("n1"), encoders={"m": encoder}) as server:
+        await server.ask(chat(prose(3000) + "x" * 200_000))
+        assert server.seen.cuts == [Cut.UNBROKEN]
+        (ticket,) = server.seen.tickets
+        assert ticket.request.exact
+        assert ticket.request.prompt_tokens > 10_000
+
+
+@pytest.mark.parametrize("messages", [300, 20_000])
+async def test_the_loop_is_not_kept_by_a_long_history_with_a_short_turn(encoder: Encoder, messages: int) -> None:
+    parts = [{"type": "text", "text": "a"}] * messages
+    turns = [{"role": "system", "content": parts}, {"role": "user", "content": "b"}]
+    new = [{"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
+    async with running(exact_pool("n1"), encoders={"m": encoder}) as server:
+        release = threading.Event()
+        await server.ask(json.dumps({"model": "m", "messages": turns}).encode())
+        server.ext_proc.reader._tokenizers.submit(release.wait, 20)
+        asked = asyncio.create_task(server.ask(json.dumps({"model": "m", "messages": turns + new}).encode()))
+        await until(lambda: server.ext_proc.reader.waiting_bytes > 0)
+        assert not asked.done()  # it is for the thread
+        release.set()
+        await asked
 
 
 async def test_more_than_the_tokenizer_may_put_off_is_routed_at_once_on_what_is_known(encoder: Encoder) -> None:

@@ -12,7 +12,16 @@ from typing import Any
 
 import grpc
 import pytest
-from builders import (
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from extproc.core.types import HASH_BYTES, Candidate, Decision, End, InferenceRequest, Reason
+from extproc.listening import EXT_PROC
+from extproc.reading import Cause, Cut
+from extproc.wire import messages
+from extproc.wire.envoy_pb2 import ProcessingRequest, ProcessingResponse
+from extproc.wire.exchange import BodyMode
+from extproc.wire.messages import NAME_HEADER
+from tests.builders import (
     CHAT,
     CLUSTER,
     DESTINATION,
@@ -33,15 +42,6 @@ from builders import (
     trailers,
     until,
 )
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from extproc.core.types import HASH_BYTES, Candidate, Decision, End, InferenceRequest, Reason
-from extproc.listening import EXT_PROC
-from extproc.reading import Cause, Cut
-from extproc.wire import messages
-from extproc.wire.envoy_pb2 import ProcessingRequest, ProcessingResponse
-from extproc.wire.exchange import BodyMode
-from extproc.wire.messages import NAME_HEADER
 
 HEAD, BUFFERED, DUPLEX = BodyMode.HEAD, BodyMode.BUFFERED, BodyMode.DUPLEX
 PROMPT = prose(4000)

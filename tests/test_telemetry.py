@@ -7,7 +7,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from builders import (
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from extproc.core.pool import Pool
+from extproc.core.types import LoadSample
+from extproc.telemetry import COUNTED, Telemetry
+from tests.builders import (
     Clock,
     Running,
     body,
@@ -21,14 +29,6 @@ from builders import (
     running,
     ticket_of,
 )
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client.parser import text_string_to_metric_families
-
-from extproc.core.pool import Pool
-from extproc.core.types import LoadSample
-from extproc.telemetry import COUNTED, Telemetry
 
 PROMPT = prose(4000)
 CANARY = "xyzzy-canary-4711"

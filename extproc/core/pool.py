@@ -164,10 +164,14 @@ class Pool:
         return self.prefix_maps[self._sizes[node]].store(node, self._recorded(node, request), now=now)
 
     def extend(self, node: NodeId, stored: Stored, request: InferenceRequest, *, now: float) -> Stored:
-        """What `store` recorded goes on as `request` knows now; returns both as one. A stranger's: nothing."""
+        """What `store` recorded goes on as `request` knows now, or was wrong. A stranger's: nothing."""
         if node not in self._sizes:
             return stored
-        return self.prefix_maps[self._sizes[node]].extend(node, stored, self._recorded(node, request), now=now)
+        chain = self._recorded(node, request)
+        if not chain.startswith(stored.chain):
+            self.take_back(node, stored)
+            return self.store(node, request, now=now)
+        return self.prefix_maps[self._sizes[node]].extend(node, stored, chain, now=now)
 
     def take_back(self, node: NodeId, stored: Stored) -> None:
         """The request failed before `node` could cache it. A stranger's: nothing."""

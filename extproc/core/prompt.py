@@ -40,6 +40,8 @@ class Text:
 
     text: str
     add_special_tokens: bool = True
+    media: bool = False
+    """There is more than text, and it keeps the prompt apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Ids:
     """Token ids, 4 bytes each, little-endian."""
 
     data: bytes
+    media: bool = False
+    """Some are made of the hash of what is not text."""
 
 
 Prompt: TypeAlias = Chat | Text | Ids

@@ -71,8 +71,9 @@ class Router:
         return ticket
 
     def extend(self, ticket_id: str, request: InferenceRequest, *, now: float) -> bool:
-        """Hashing went on after the decision: `request` is the ticket's own, with chains that go on from those that it
-        had. Its node holds all of it, and so will whoever answers in its place. False: settled, nothing is done."""
+        """Hashing went on after the decision: `request` is the ticket's own with more of its chains, or others where
+        what was known was wrong. Its node holds all of it, and so will whoever answers in its place. False: settled,
+        nothing is done."""
         entry = self._tickets.get(ticket_id)
         if entry is None:
             return False

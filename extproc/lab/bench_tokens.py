@@ -66,7 +66,7 @@ class _Reading:
         pools: dict[str, Pool] = {}
         apply_pools(pools, config)
         self.encoder = encoder
-        self.reader = Reader(Interpreter(pools, reading_settings_of(config, salt=1)), threads, time.monotonic)
+        self.reader = Reader(Interpreter(pools, reading_settings_of(config, salt=1)), threads, threads, time.monotonic)
         self.reader.interpreter.encoders[MODEL] = encoder
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 

@@ -10,15 +10,15 @@ from xxhash import xxh3_128_digest
 from extproc.core.blocks import TOKEN_BYTES, Mark, beginning, extend
 from extproc.core.prompt import Chat, Text
 from extproc.core.types import Chain
-from extproc.tokens.growth import Growth
+from extproc.tokens.growth import Growth, weight
 from extproc.tokens.memo import Entry, Memo
 from extproc.tokens.tokenizer import Tokenizer
 
 _SLICE_BYTES = 1 << 16
 """Of token ids hashed at a time: others that wait for the interpreter get it in between."""
 
-_LONGEST_PIECE = 1 << 17
-"""Of characters that a fast tokenizer takes in one step: longer ones keep others from the interpreter for over 2 ms."""
+_LONGEST_PIECE, _LONGEST_PIECE_SLOW = 1 << 17, 1 << 18
+"""Of characters that a tokenizer takes in one step: more keep others from the interpreter for over 2 ms, or 5."""
 
 _NUMBERS = count()
 _CHECKED_FIRST = 32
@@ -53,8 +53,13 @@ class Encoder:
         """Does a conversation that was continued have the hashes of one that is read anew? If not, none is continued
         any more. Costs a whole reading; for a thread of its own."""
         anew = Job(self, job.prompt, job.salt, job.sizes, remember=False)
-        anew.run()
-        same = anew.chains() == job.chains()
+        if anew.day != job.day:  # midnight has come between them
+            return True
+        try:
+            anew.run()
+            same = anew.chains() == job.chains()
+        except ValueError:  # the window is rendered, the whole is refused
+            same = False
         if not same:
             self.mismatches += 1
             if self.growth is not None:
@@ -96,6 +101,9 @@ class Job:
         self.fresh_bytes = 0
         """How much of that `run` will read."""
         self.encoder = encoder
+        self.day = "" if encoder.growth is None else encoder.growth.day()
+        self.weight = 0
+        """How many messages, parts and calls `run` will render."""
         self._memo = encoder.memo if remember else None
         self._mark: Mark = beginning(salt, sizes)
         self._parts: list[tuple[Chain, ...]] = []
@@ -106,7 +114,7 @@ class Job:
             self._find(prompt)
         else:
             self._keys.append(xxh3_128_digest(self._root(prompt.add_special_tokens)))
-            self.text_bytes = self.fresh_bytes = len(prompt.text)
+            self.text_bytes = self.fresh_bytes = len(prompt.text.encode("utf-8", "surrogatepass"))
         self._expected = self._mark.length / TOKEN_BYTES + self.fresh_bytes / encoder.bytes_per_token
 
     @property
@@ -128,7 +136,7 @@ class Job:
         if self._entry is None or not isinstance(prompt, Chat) or not self._continue(prompt, self._entry):
             self._entry, self.fresh_bytes = None, self.text_bytes
             if most_bytes is not None and self.text_bytes > most_bytes:
-                return False
+                return False  # to be continued by a thread
             if isinstance(prompt, Text):
                 self._whole(prompt.text, special=prompt.add_special_tokens)
             else:
@@ -137,7 +145,7 @@ class Job:
         return True
 
     def _root(self, special: bool) -> bytes:
-        return msgspec.msgpack.encode((self.encoder.number, self.salt, self.sizes, special))
+        return msgspec.msgpack.encode((self.encoder.number, self.salt, self.sizes, special, self.day))
 
     def _find(self, chat: Chat) -> None:
         front = msgspec.json.encode((chat.tools, chat.options))
@@ -156,6 +164,7 @@ class Job:
                     self._mark, self._parts = entry.mark, [entry.chains]
                     self.fresh_bytes = sum(sizes[known + 1 :])
                     break
+        self.weight = weight(chat, self._known)
 
     def _continue(self, chat: Chat, entry: Entry) -> bool:
         growth = self.encoder.growth
@@ -202,7 +211,8 @@ class Job:
         for piece in tokenizer.pieces(text):
             if self._too_long(piece):
                 return
-            key = xxh3_128_digest(key + piece.encode("utf-8", "surrogatepass"))
+            data = piece.encode("utf-8", "surrogatepass")
+            key = xxh3_128_digest(key + data)
             entry = None if memo is None else memo.get(key)
             if entry is not None:
                 self._mark = entry.mark
@@ -211,7 +221,7 @@ class Job:
             ids = tokenizer.encode(piece)
             before = len(self._parts)
             self._add(ids)
-            self.encoder.learn(len(piece), len(ids) // TOKEN_BYTES)
+            self.encoder.learn(len(data), len(ids) // TOKEN_BYTES)
             if memo is not None:
                 chains = tuple(b"".join(each) for each in zip(*self._parts[before:], strict=True))
                 memo.put(key, Entry(self._mark, chains))
@@ -226,7 +236,8 @@ class Job:
 
     def _too_long(self, piece: str) -> bool:
         """Nothing behind such a piece is hashed either."""
-        self.short = self.short or (self.encoder.tokenizer.fast and len(piece) > _LONGEST_PIECE)
+        longest = _LONGEST_PIECE if self.encoder.tokenizer.fast else _LONGEST_PIECE_SLOW
+        self.short = self.short or len(piece) > longest
         return self.short
 
     def _add(self, ids: bytes) -> None:

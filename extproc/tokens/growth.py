@@ -53,6 +53,10 @@ class Growth:
         self.sure = True
         self.sure = all(self._grows(messages, tools) for messages in _PROBES for tools in (None, _TOOLS))
 
+    def day(self) -> str:
+        """What a prompt depends on beside its request; see Templates."""
+        return self._templates.day()
+
     def whole(self, chat: Chat) -> str:
         """All of it. ValueError: the engine refuses it, or the template cannot render it."""
         return self._render(chat, chat.messages, chat.add_generation_prompt, chat.tools, chat.continue_final_message)
@@ -190,6 +194,18 @@ def _window(messages: Sequence[Any], known: int) -> list[Any]:
     first = 1 if _role(messages[0]) in ("system", "developer") else 0
     picked = {*range(first), question, thought, *range(start, known)}
     return [messages[i] for i in sorted(picked)]
+
+
+def weight(chat: Chat, known: int) -> int:
+    """How many messages, parts and calls are rendered when the first `known` are: 10-20 us each."""
+    window = _window(chat.messages, known) if known else ()
+    return sum(map(_weight, (*window, *chat.messages[known:])))
+
+
+def _weight(message: Any) -> int:
+    if not isinstance(message, dict):
+        return 1
+    return 1 + sum(len(each) for each in (message.get("content"), message.get("tool_calls")) if isinstance(each, list))
 
 
 def _role(message: Any) -> Any:

@@ -136,6 +136,8 @@ class Template:
         self.content_format: ContentFormat = content_format(tree)
         self.developer = '"developer"' in source or "'developer'" in source
         """Whether it knows that role, as vLLM tells."""
+        self.dated = "strftime_now" in source
+        """Whether it may write the date."""
         self._continues = "content" in source
         self._clock = clock
         self._defaults = defaults or {}

@@ -17,6 +17,12 @@ class Templates:
     default: Template
     tool_use: Template | None = None
     """For requests with tools, where there is one."""
+    now: Callable[[], datetime] = datetime.now
+
+    def day(self) -> str:
+        """What a prompt depends on beside its request: the date, where a template may write it; else nothing."""
+        dated = self.default.dated or (self.tool_use is not None and self.tool_use.dated)
+        return self.now().strftime("%Y-%m-%d") if dated else ""
 
     @classmethod
     def from_files(
@@ -49,7 +55,7 @@ class Templates:
 
         if (default := template("default")) is None:
             raise TemplateError("the model has no chat template")
-        return cls(default, template("tool_use"))
+        return cls(default, template("tool_use"), now)
 
     def pick(self, tools: list[Any] | None, options: Mapping[str, Any] | None = None) -> Template:
         """The template for a request."""

@@ -534,3 +534,15 @@ def test_only_a_streamed_answer_of_an_idle_node_teaches_the_prefill_rate() -> No
         third = routed(router, prompt("a" * 1000, salt=3 * i + 3), now=100.0 * i + 90)
         router.settle(third.id, served(third), now=100.0 * i + 95)  # not streamed: no engine TTFT
     assert fleet.rate.tokens_per_s == 2000.0
+
+
+def test_what_was_known_and_turned_out_to_be_wrong_is_taken_back() -> None:
+    router = router_of(1)
+    ticket = routed(router, prompt("a" * 400), now=1.0)
+    right = prompt("b" * 400)
+    assert router.extend(ticket.id, right, now=1.1)
+    pool = router.pools["m"]
+    assert not pool.holders(prompt("a" * 400).chains)
+    assert pool.holders(right.chains)
+    router.settle(ticket.id, Outcome(End.FAILED), now=2.0)
+    assert not pool.holders(right.chains)

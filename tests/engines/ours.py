@@ -51,7 +51,7 @@ class Ours:
         apply_pools(pools, config)
         self._router = Router(pools, ticket_ttl_s=600.0, ticket_prefix="t-")
         settings = reading_settings_of(config, salt=1)
-        self._reader = Reader(Interpreter(pools, settings), threads, time.monotonic)
+        self._reader = Reader(Interpreter(pools, settings), threads, threads, time.monotonic)
         self._exact = directory is not None
         if self._exact:
             self._reader.interpreter.encoders[MODEL] = load_encoder(

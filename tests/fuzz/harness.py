@@ -161,7 +161,9 @@ class World:
         for small in (False, True):
             head_bytes = SHORT_HEAD_BYTES if small else server.head_bytes
             whole = config.Config(models=made, server=ServerConfig(collect_gap_s=_GAP_S, head_bytes=head_bytes))
-            reader = Reader(Interpreter(self.router.pools, reading_settings_of(whole, salt=7)), threads, time.monotonic)
+            reader = Reader(
+                Interpreter(self.router.pools, reading_settings_of(whole, salt=7)), threads, threads, time.monotonic
+            )
             reader.interpreter.encoders = encoders
             self.servers[small] = ExtProc(self.router, reader, settings_of(whole), self, time.monotonic)
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import pytest
 from aiohttp import web
-from builders import pool_of, until
 
 from extproc.core.blocks import block_hashes
 from extproc.core.pool import Pool
 from extproc.core.types import InferenceRequest, LoadSample, Node
 from extproc.sources.scraper import Scraper, ScrapeSettings
+from tests.builders import pool_of, until
 
 
 def page(*, waiting: int = 0, blocks: int = 1001, started: float = 100.0) -> bytes:

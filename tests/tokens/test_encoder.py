@@ -209,6 +209,58 @@ def test_what_the_template_refuses_has_no_blocks_and_is_not_quoted() -> None:
         ).run()
 
 
+def test_a_template_that_writes_the_date_is_read_anew_when_it_has_changed() -> None:
+    today = datetime(2026, 11, 30, 23, 59)
+    clock = [today]
+    dated = "{{ strftime_now('%d %B') }}\n" + CHATML
+    templates = Templates.from_files({"chat_template": dated}, now=lambda: clock[0], clock=time.monotonic)
+    tokenizer = tokenizer_of("qwen2")
+    encoder = Encoder(tokenizer, Growth(templates, tokenizer.last_fence, time.monotonic), Memo(1 << 20))
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    read(encoder, chat(talk[:1]))
+    assert read(encoder, chat(talk)).continued
+    before = read(encoder, chat(talk))
+    clock[0] = datetime(2026, 12, 1, 0, 1)
+    after = read(encoder, chat(talk))
+    assert not after.continued
+    assert after.chains() != before.chains()
+    assert encoder.check(before)  # of another day: nothing can be said
+    assert encoder.check(after)
+    assert encoder.growth is not None
+    assert encoder.growth.sure
+
+
+def test_what_is_to_be_rendered_has_its_weight_however_short_it_is() -> None:
+    encoder = encoder_of("qwen2")
+    parts = [{"type": "text", "text": ""}] * 500
+    talk: list[Message] = [{"role": "system", "content": parts}, {"role": "user", "content": "a"}]
+    assert Job(encoder, chat(talk), 1, SIZES).weight > 500
+    plain = [{"role": "system", "content": "s"}, *[{"role": "user", "content": "a"}] * 300]
+    assert Job(encoder, chat(plain), 1, SIZES).weight == 301
+    read(encoder, chat(plain))
+    assert Job(encoder, chat([*plain, {"role": "assistant", "content": "b"}]), 1, SIZES).weight < 10
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "metaspace"])
+def test_a_stretch_that_cannot_be_cut_ends_what_is_hashed(kind: str) -> None:
+    encoder = encoder_of(kind)
+    before = read(encoder, chat([{"role": "user", "content": "word " * 500}]))
+    job = read(encoder, chat([{"role": "user", "content": "word " * 500 + "x" * 300_000 + " word" * 500}]))
+    assert job.short
+    assert len(job.chains()[16]) <= len(before.chains()[16])
+    assert job.tokens > 1000  # an estimate of all of it
+    again = Job(encoder, chat([{"role": "user", "content": "word " * 500 + "x" * 300_000 + " word" * 500}]), 1, SIZES)
+    assert not any(again.chains().values())
+
+
+def test_an_estimate_counts_bytes_whatever_the_script() -> None:
+    encoder = encoder_of("qwen2")
+    text = "漢字" * 6000
+    read(encoder, Text(text, False), salt=1)
+    estimated = Job(encoder, chat([{"role": "user", "content": text}]), 2, SIZES).tokens
+    assert estimated == pytest.approx(read(encoder, chat([{"role": "user", "content": text}]), salt=3).tokens, rel=0.1)
+
+
 def test_checks_are_for_the_first_continuations_and_now_and_then() -> None:
     encoder = encoder_of("qwen2")
     wanted = [encoder.wants_check() for _ in range(1000)]

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import tokenizers
-import vocabularies
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import FAST, KINDS, MARKERS
 
 from extproc.tokens import fast
 from extproc.tokens.files import TokenizerError, find
 from extproc.tokens.tokenizer import Tokenizer
+from tests.tokens import vocabularies
+from tests.tokens.vocabularies import FAST, KINDS, MARKERS
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 BLANKS = [" ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "\u2028", "\x85", "\x1c"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from builders import body, headers, trailers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.wire.envoy_pb2 import ProcessingRequest, ProtocolConfiguration
 from extproc.wire.exchange import BodyMode, Exchange, ProtocolError, Step
+from tests.builders import body, headers, trailers
 
 READ, CONTINUE, DECIDE, ECHO = Step.READ, Step.CONTINUE, Step.DECIDE, Step.ECHO
 HEAD, BUFFERED, DUPLEX = BodyMode.HEAD, BodyMode.BUFFERED, BodyMode.DUPLEX

@@ -532,7 +532,8 @@ def test_texts_ids_and_what_is_load_only(path: str, body: dict[str, Any], prompt
 def test_an_image_among_ids_is_its_hash() -> None:
     features = {"mm_hashes": {"image": ["h"]}, "mm_placeholders": {"image": [{"offset": 1, "length": 5}]}}
     body = {"token_ids": [1, 9, 9, 9, 9, 9], "features": features}
-    assert exact("/inference/v1/generate", body).prompt == Ids(read(api("/inference/v1/generate").canonical, body).data)
+    data = read(api("/inference/v1/generate").canonical, body).data
+    assert exact("/inference/v1/generate", body).prompt == Ids(data, media=True)
 
 
 def test_what_keeps_a_prompt_apart_does_so_here_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from extproc.wire.requests.content import Content, NoContent, NotExact, content_of, flag, prompts, text_or_ids
@@ -25,7 +26,9 @@ def exact_generate(body: Mapping[str, Any]) -> Content:
     if isinstance(parameters, dict) and parameters.get("truncate") is not None:
         raise NotExact("the prompt is truncated")
     special = flag(body, "add_special_tokens", True) if key == "inputs" else True
-    prompt = text_or_ids(body[key], first, add_special_tokens=special)
+    prompt = replace(
+        text_or_ids(body[key], first, add_special_tokens=special), media=any(body.get(each) for each in _APART)
+    )
     return content_of(body, b"", sum(map(len, others)), apart=_APART, prompt=prompt)
 
 

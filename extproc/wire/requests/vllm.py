@@ -24,7 +24,7 @@ def exact_generate(body: Mapping[str, Any]) -> Content:
     ids = _ids(body)
     if body.get("content_parts"):
         raise NotExact("media that the engine puts in their places")
-    return content_of(body, b"", prompt=Ids(ids))
+    return content_of(body, b"", prompt=Ids(ids, media=body.get("features") is not None))
 
 
 def _ids(body: Mapping[str, Any]) -> bytes:
