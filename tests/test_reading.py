@@ -235,13 +235,13 @@ async def test_parsing_does_not_wait_for_the_tokenizer(encoder: Encoder) -> None
 
 
 async def test_a_head_that_is_not_parsed_in_time_is_routed_by_its_headers_or_said_to_be_late() -> None:
-    data = chat(prose(400_000))
+    data = json.dumps({"model": "m", "prompt": list(range(100_000))}).encode()
     for others in ([], ["o"]):
         pools = {name: pool_of("n1") for name in ["m", *others]}
         async with running(pools, pool_of={name: name for name in pools}, decide_s=0.02) as server:
             release = threading.Event()
             server.ext_proc.reader._parsers.submit(release.wait, 20)
-            await server.ask(data)
+            await server.ask(data, path=COMPLETIONS)
             assert server.seen.cuts == ([Cut.DECISION_DEADLINE] if len(pools) == 1 else [])
             assert server.seen.causes == ([] if len(pools) == 1 else [Cause.LATE])
             release.set()
@@ -250,7 +250,7 @@ async def test_a_head_that_is_not_parsed_in_time_is_routed_by_its_headers_or_sai
 async def test_more_brackets_than_any_prompt_has_are_not_parsed() -> None:
     data = b'{"model":"m","messages":[' + b"{}," * 300_000 + b"{}]}"
     async with running() as server:
-        await server.ask(data)
+        await server.ask(data, path=COMPLETIONS)
         assert server.seen.cuts == [Cut.DENSE]
         assert not server.seen.tickets[0].request.matchable
 
