@@ -17,6 +17,8 @@ _INLINE_STRUCTURE = 6000
 """Of a head that is parsed on the loop: some 2,000 objects, in a millisecond or two."""
 _SAMPLED_BYTES, _SAMPLE, _EVERY, _PROSE = 32 << 10, 1024, 8, 0.05
 """Larger heads are looked at in samples; one with less structure than prose and code have is taken for such."""
+_INLINE_HEAD_BYTES = 512 << 10
+"""But no more of it than this: 3,000 short messages may look like prose."""
 _INLINE_BYTES = 8192
 """Of text that is tokenized on the loop, 0.6 ms with a fast tokenizer; more goes to a thread, which costs 0.1 ms."""
 _INLINE_BYTES_SLOW = 1024
@@ -136,6 +138,8 @@ def _quick(head: bytes) -> bool:
     """Can it be parsed on the loop?"""
     if len(head) <= _SAMPLED_BYTES:
         return structure(head) <= _INLINE_STRUCTURE
+    if len(head) > _INLINE_HEAD_BYTES:
+        return False
     found = 0
     for at in range(0, len(head), _EVERY * _SAMPLE):
         in_sample = structure(head[at : at + _SAMPLE])
