@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,19 @@ from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
 from xxhash import xxh3_64_intdigest
 
-from extproc.config import Config, ConfigError, ModelConfig, load, settle_environment, traces_wanted
+from extproc.config import Config, ConfigError, ScrapeConfig, load, settle_environment, traces_wanted
 from extproc.core.cost import PrefillRate
 from extproc.core.fleet import Fleet, LoadLimits
 from extproc.core.pool import Pool
 from extproc.core.router import Router
-from extproc.core.types import Node
+from extproc.fleets import Fleets, each_rank, static_nodes
 from extproc.listening import Health, build
 from extproc.models import Models
 from extproc.policies.least_ttft import LeastTtft
 from extproc.reader import Reader
 from extproc.reading import Interpreter, ReadingSettings
 from extproc.server import ExtProc, Settings
+from extproc.sources.kv_events import KvFeed
 from extproc.sources.scraper import Scraper, ScrapeSettings
 from extproc.telemetry import Telemetry, span_exporting
 from extproc.tokens.memo import Memo
@@ -48,10 +50,6 @@ _LOAD_S = 60.0
 """To load tokenizers before the first request; those that take longer are missing until they are there."""
 _LAST_S = 0.1
 _LAST_SPANS_S = 2.0
-
-
-def _nodes(model: ModelConfig) -> list[Node]:
-    return [Node(each.name, each.address, each.cluster or each.name, each.weight) for each in model.nodes]
 
 
 def _limits(config: Config) -> LoadLimits:
@@ -71,7 +69,8 @@ def apply_pools(pools: dict[str, Pool], config: Config) -> None:
     for model in config.models:
         pool = pools.get(model.name)
         exact = model.tokenizer is not None
-        if pool is None or (pool.block_tokens, pool.exact) != (model.block_tokens, exact):
+        made = pool is None or (pool.block_tokens, pool.exact) != (model.block_tokens, exact)
+        if pool is None or made:
             fleet = Fleet(
                 PrefillRate(model.prefill_tokens_per_s),
                 limits=_limits(config),
@@ -84,7 +83,13 @@ def apply_pools(pools: dict[str, Pool], config: Config) -> None:
         pool.fleet.price_weight = config.policy.price_weight
         if pool.fleet.rate.configured != model.prefill_tokens_per_s:
             pool.fleet.rate = PrefillRate(model.prefill_tokens_per_s)
-        pool.replace(_nodes(model))
+        pool.lora_load_s = model.lora_load_s
+        if made or not model.sources:  # nodes that were found are not the configuration's to take away
+            pool.replace(each_rank(static_nodes(model), model.ranks))
+
+
+def _scrape_settings(scrape: ScrapeConfig) -> ScrapeSettings:
+    return ScrapeSettings(scrape.interval_s, scrape.timeout_s, scrape.path, scrape.stale_after_s)
 
 
 def settings_of(config: Config) -> Settings:
@@ -144,11 +149,11 @@ class App:
         self.models = Models(reader, memo, clock=time.monotonic, now=datetime.now)
         self.models.want(config)
         self.ext_proc = ExtProc(self.router, reader, settings_of(config), self.telemetry, time.monotonic)
-        self.telemetry.watch(self.ext_proc, time.monotonic)
-        scrape = config.scrape
-        self._scraper = Scraper(
-            ScrapeSettings(scrape.interval_s, scrape.timeout_s, scrape.path), time.monotonic, random.Random()
-        )
+        self._scraper = Scraper(_scrape_settings(config.scrape), time.monotonic, random.Random())
+        self._feeds = KvFeed(self.router, time.monotonic)
+        self._fleets = Fleets(self.router, self._scraper, self._feeds, config, time.monotonic)
+        self._seed_pools()
+        self.telemetry.watch(self.ext_proc, time.monotonic, self._scraper, self._feeds)
         self._ready = False
 
     async def run(self) -> None:
@@ -168,8 +173,7 @@ class App:
         )
         await health.serving(True)
         pages = await self._serve_pages() if server_config.metrics else None
-        if self.config.scrape.enabled:
-            self._scraper.replace(self.router.pools)
+        self._fleets.follow(self.config)
         tasks = [
             asyncio.create_task(_forever(each), name=name)
             for name, each in (
@@ -202,7 +206,7 @@ class App:
         await asyncio.gather(*tasks, return_exceptions=True)
         for threads in (self._parsers, self._threads):
             threads.shutdown(wait=False, cancel_futures=True)
-        await self._scraper.close()
+        await self._fleets.close()
         if pages is not None:
             await pages.cleanup()
         if self._tracing is not None:
@@ -228,12 +232,9 @@ class App:
         self.ext_proc.settings = settings_of(config)
         self.ext_proc.reader.interpreter.settings = reading_settings_of(config, salt=self._salt)
         self.models.want(config)
-        scrape = config.scrape
-        self._scraper.settings = ScrapeSettings(scrape.interval_s, scrape.timeout_s, scrape.path)
-        if config.scrape.enabled:
-            self._scraper.replace(self.router.pools)
-        else:
-            self._scraper.replace({})
+        self._scraper.settings = _scrape_settings(config.scrape)
+        self._seed_pools()
+        self._fleets.follow(config)
         fixed, started = _FIXED, self._started_with
         changed = [f"server.{key}" for key in fixed if getattr(config.server, key) != getattr(started.server, key)]
         changed += [key for key in ("salt", "telemetry") if getattr(config, key) != getattr(started, key)]
@@ -242,6 +243,13 @@ class App:
         if changed:
             log.warning("takes effect at the next start only: %s", ", ".join(changed))
 
+    def _seed_pools(self) -> None:
+        """What blocks begin with in events. Where a header keeps tenants apart, engines cannot know whose they are."""
+        interpreter = self.ext_proc.reader.interpreter
+        for name, pool in self.router.pools.items():
+            known = pool.exact and not interpreter.settings.isolate_by_header
+            pool.seed = partial(interpreter.seed, name) if known else None
+
     def _describe(self) -> str:
         return ", ".join(f"{name} on {len(pool.fleet)} nodes" for name, pool in self.router.pools.items())
 
@@ -249,6 +257,10 @@ class App:
         await asyncio.sleep(1.0)
         for settled in self.router.expire(now=time.monotonic()):
             self.telemetry.settled(settled)
+        for name, pool in self.router.pools.items():
+            for change in pool.changes():
+                what = "pool %s: what node %s holds is taken from %s, no longer from %s"
+                log.info(what, name, change.node, change.after, change.before)
 
     async def _probe(self) -> None:
         before = time.monotonic()
@@ -279,7 +291,7 @@ class App:
             return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
         async def healthz(_: web.Request) -> web.Response:
-            state = {"ready": self._ready, "models": self.models.status()}
+            state = {"ready": self._ready, "models": self.models.status(), "sources": self._fleets.status()}
             return web.json_response(state, status=200 if self._ready else 503)
 
         pages = web.Application()

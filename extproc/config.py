@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from extproc.sources.discovery.source import Naming
+
 _PORT = r"(?:6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|\d{1,4})"
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -91,7 +93,8 @@ class ScrapeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How the nodes' load is read."""
 
     enabled: bool = True
-    interval_s: Seconds = 0.5
+    interval_s: Seconds = 0.2
+    """It grows where scraping takes more than 40 % of a core, up to `stale_after_s` / 2.5."""
     timeout_s: Seconds = 1.0
     stale_after_s: Seconds = 5.0
     """An older sample is not believed; what we sent ourselves still counts."""
@@ -108,6 +111,73 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Its Envoy cluster; the name when left out."""
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Prefill speed relative to the others."""
+    events: Name | None = None
+    replay: Name | None = None
+    """Where its KV events come from, if not from where those of the pool do."""
+
+
+class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all sources of nodes have; which of them it is says `from`."""
+
+    cluster: Name = "{name}"
+    """What Envoy calls a node, of {name}, {address}, {ip}, {port}, {zone} and {host}."""
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    keep_s: Seconds = 300.0
+    """How long its nodes stay while it fails."""
+
+
+Family = Literal["any", "ipv4", "ipv6"]
+
+
+class FileConfig(SourceConfig, tag="file", tag_field="from", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file that lists nodes; watched for change."""
+
+    path: Annotated[str, msgspec.Meta(pattern=r"\.(toml|ya?ml|json)$")]
+
+
+class DnsConfig(SourceConfig, tag="dns", tag_field="from", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The addresses of a name, or an SRV record."""
+
+    name: Name
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    """Of every address; left out: `name` is that of an SRV record."""
+    family: Family = "any"
+    resolvers: tuple[Name, ...] = ()
+    """Left out: those of the machine."""
+    timeout_s: Seconds = 5.0
+
+
+class KubernetesConfig(
+    SourceConfig, tag="kubernetes", tag_field="from", frozen=True, forbid_unknown_fields=True, kw_only=True
+):
+    """The ready endpoints of a service or of a label selector, or the pods of an InferencePool."""
+
+    namespace: Name
+    service: Name | None = None
+    selector: str = ""
+    pool: Name | None = None
+    port: str | int | None = None
+    family: Family = "any"
+    api: str | None = None
+    """Left out: that of the cluster we run in."""
+    token: str = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    ca: str = "/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"
+
+
+AnySource = FileConfig | DnsConfig | KubernetesConfig
+
+
+class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the nodes of a pool publish what they cache: vLLM's and SGLang's KV events over ZMQ."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern=r"^(tcp|ipc)://.+")] = "tcp://{host}:5557"
+    """{host} is that of the node's address."""
+    replay: Annotated[str, msgspec.Meta(pattern=r"^$|^(tcp|ipc)://.+")] = "tcp://{host}:5558"
+    """Where missed ones are asked for; "": nowhere."""
+    topic: str = ""
+    """Only topics that begin so."""
+    bind: bool = False
+    """The engines connect to us: vLLM does unless its own endpoint has a wildcard or is ipc."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -134,6 +204,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Size of a node's prefix cache until the node says so itself."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] = 10_000.0
     """Where the estimate starts; it is then learnt, within a factor of 16."""
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Data-parallel ranks behind each address; each is a node with a cache of its own."""
+    lora_load_s: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    """What it costs a node to load an adapter that it has not."""
+    events: EventsConfig | None = None
+    sources: tuple[AnySource, ...] = ()
+    """Where more nodes are found, after `nodes`; of one address the first counts."""
     nodes: tuple[NodeConfig, ...] = ()
 
 
@@ -170,6 +247,10 @@ def parse(text: str) -> Config:
         for j, node in enumerate(model.nodes):
             named = config.server.destination == "cluster-header"
             _check_address(f"$.models[{i}].nodes[{j}].address", node.address, names=named)
+    for i, model in enumerate(config.models):
+        _check_events(f"$.models[{i}].events", model)
+        for j, source in enumerate(model.sources):
+            _check_source(f"$.models[{i}].sources[{j}]", source, model.sources[:j])
     if config.server.cluster_header == config.server.destination_header:
         raise ConfigError("$.server.cluster_header and $.server.destination_header must differ")
     return config
@@ -193,6 +274,12 @@ def traces_wanted(config: TelemetryConfig) -> bool:
     return any(os.environ.get(name) for name in names)
 
 
+def kubernetes_api() -> str:
+    """Where the API of the cluster is that we run in."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
 def settle_environment() -> None:
     """What libraries read there when they are first used: `tokenizers` starts threads of its own unless told."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -210,6 +297,32 @@ def _check_address(path: str, address: str, *, names: bool) -> None:
         raise ConfigError(f"{host} is not an IP address ({hint}) - at `{path}`") from error
     if host != shortest:
         raise ConfigError(f"{host} has to be written as {shortest} - at `{path}`")
+
+
+def _check_source(path: str, source: AnySource, before: tuple[AnySource, ...]) -> None:
+    if source in before:
+        raise ConfigError(f"the same source twice - at `{path}`")
+    try:
+        Naming(source.cluster, source.weight)
+    except ValueError as error:
+        raise ConfigError(f"{error} - at `{path}.cluster`") from error
+    if isinstance(source, KubernetesConfig) and bool(source.pool) == bool(source.service or source.selector):
+        raise ConfigError(f"either a pool, or a service or selector - at `{path}`")
+
+
+def _check_events(path: str, model: ModelConfig) -> None:
+    events = model.events
+    if events is None:
+        return
+    if model.tokenizer is None:
+        raise ConfigError(f"events tell token ids, which only a pool with a tokenizer has - at `{path}`")
+    for text in (events.endpoint, events.replay):
+        try:
+            text.format(host="h")
+        except (LookupError, ValueError) as error:
+            raise ConfigError(f"{text!r} is no template of {{host}} - at `{path}`") from error
+    if events.bind and len(model.nodes) > 1 and "{host}" not in events.endpoint:
+        raise ConfigError(f"several nodes cannot share an endpoint that we bind - at `{path}`")
 
 
 def _refuse_twice(what: str, names: list[str]) -> None:

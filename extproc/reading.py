@@ -150,6 +150,7 @@ class Reading:
     session: int | None
     most_tokens: int
     """A longer prompt fits no node: whatever a client declares, it is not counted as more work than that."""
+    adapter: str | None = None
     cut: bool = True
     """The head is not the whole."""
     why_cut: Cut | None = None
@@ -175,7 +176,7 @@ class Reading:
             *whole, last = self.plain.chains()
             chains, cut_chains = (whole[0] if whole else _NOTHING, last) if self.cut else (last, None)
         tokens = min(tokens, self.most_tokens)
-        return InferenceRequest(self.pool, tokens, chains, cut_chains, self.exact, self.session)
+        return InferenceRequest(self.pool, tokens, chains, cut_chains, self.exact, self.session, self.adapter)
 
 
 _NOTHING: dict[int, Chain] = {}
@@ -225,7 +226,8 @@ class Interpreter:
         if serving is None:
             raise Passed(Cause.UNKNOWN_MODEL)
         hint = session(body, exchange.headers, self.settings.session_hints)
-        return Reading(pool, None if hint is None else self._salt(key, hint), serving.cache_tokens), serving, key
+        session_key = None if hint is None else self._salt(key, hint)
+        return Reading(pool, session_key, serving.cache_tokens, None if key == pool else key), serving, key
 
     def _read(
         self, api: Api, body: Mapping[str, Any], reading: Reading, serving: Pool, key: str, exchange: Exchange
@@ -291,6 +293,10 @@ class Interpreter:
         else:
             raise Passed(Cause.NO_MODEL if model is None else Cause.UNKNOWN_MODEL)
         return pool, model or pool
+
+    def seed(self, pool: str, adapter: str | None, cache_salt: str | None) -> int:
+        """What the blocks of such prompts begin with, where no header keeps tenants apart: for the engines' events."""
+        return self._salt(adapter or pool, cache_salt or "")
 
     def _content_salt(self, key: str, content: Content, exchange: Exchange) -> int:
         """What keeps prompts apart in the engine, and the tenant's header where the operator wants that too."""

@@ -283,6 +283,8 @@ class ExtProc:
             headers += ((settings.destination_header, addresses),)
         else:
             remove += (settings.destination_header,)
+        if decision.node.rank is not None:
+            headers += ((messages.RANK_HEADER, str(decision.node.rank)),)
         mutation = messages.mutate(headers, remove, in_body)
         return mutation + messages.metadata(ticket.id, ticket.locality)
 

@@ -13,17 +13,20 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from extproc.core.router import Router
-from extproc.core.types import Settled, Ticket
+from extproc.core.types import Rung, Settled, Ticket
 from extproc.reading import Cause, Phases
 from extproc.server import ExtProc
+from extproc.sources.kv_events import KvFeed
+from extproc.sources.scraper import Scraper
 from extproc.wire.exchange import Exchange
 
 _COUNTED_AT_ONCE = 64
 _EXACT = ("approximate", "exact")
+_RUNGS = {Rung.EVENTS: 3, Rung.PREDICTED: 2, Rung.HASH: 1, Rung.LOAD: 0}
 
 _MS = 0.001
 _PHASE_BUCKETS = tuple(n * _MS for n in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 250, 1000))
@@ -112,9 +115,15 @@ class Telemetry:
         self._parse, self._hash, self._route = (made["phase_seconds"].labels(p) for p in ("parse", "hash", "route"))
         self._head_bytes, self._loop_delay = made["head_bytes"], made["loop_delay_seconds"]
 
-    def watch(self, ext_proc: ExtProc, clock: Callable[[], float]) -> None:
-        """Show the state of the fleet and of the server as well."""
-        self.registry.register(_State(self._router, ext_proc, clock))
+    def watch(
+        self,
+        ext_proc: ExtProc,
+        clock: Callable[[], float],
+        scraper: Scraper | None = None,
+        feeds: KvFeed | None = None,
+    ) -> None:
+        """Show the state of the fleet, of the server and of the sources as well."""
+        self.registry.register(_State(self._router, ext_proc, clock, scraper, feeds))
 
     def page(self) -> bytes:
         """The Prometheus page."""
@@ -254,8 +263,16 @@ class _Collected(Collector):
 class _State(Collector):
     """Gauges that are read when the page is asked for."""
 
-    def __init__(self, router: Router, ext_proc: ExtProc, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        ext_proc: ExtProc,
+        clock: Callable[[], float],
+        scraper: Scraper | None,
+        feeds: KvFeed | None,
+    ) -> None:
         self._router, self._ext_proc, self._clock = router, ext_proc, clock
+        self._scraper, self._feeds = scraper, feeds
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
@@ -273,6 +290,8 @@ class _State(Collector):
                 "running": "Requests running in the engine, as scraped.",
                 "kv_usage": "Share of the KV cache that running requests hold, as scraped.",
                 "sample_age_seconds": "Age of the last scrape.",
+                "rung": "What it is believed to hold is taken from: 3 events, 2 predictions, 1 hash, 0 nothing.",
+                "trust": "What a token that it is believed to hold is worth, 0 to 1.",
             }.items()
         }
         skew = GaugeMetricFamily(
@@ -301,6 +320,8 @@ class _State(Collector):
                 per_node["in_flight_tokens"].add_metric(labels, tokens)
                 per_node["recent_work_seconds"].add_metric(labels, work[node])
                 per_node["prefix_blocks"].add_metric(labels, pool.blocks(node))
+                per_node["rung"].add_metric(labels, _RUNGS[pool.rung(node)])
+                per_node["trust"].add_metric(labels, pool.trust(node))
                 if sample is None:
                     continue
                 per_node["sample_age_seconds"].add_metric(labels, now - sample.at_s)
@@ -326,6 +347,7 @@ class _State(Collector):
         for name in self._router.pools:
             faults.add_metric((name,), name in reader.faults)
         yield from (mismatches, faults)
+        yield from self._sources()
         for key, description, value in (
             ("tickets", "Routed requests whose outcome is not known yet.", len(self._router)),
             ("streams", "Exchanges in hand.", self._ext_proc.streams),
@@ -333,6 +355,39 @@ class _State(Collector):
             ("tokenizer_backlog_bytes", "Text that waits for a thread to tokenize it.", reader.waiting_bytes),
         ):
             yield GaugeMetricFamily(f"kvaffinity_{key}", description, value=value)
+
+    def _sources(self) -> Iterator[Metric]:
+        if self._scraper is not None:
+            yield GaugeMetricFamily(
+                "kvaffinity_scrape_interval_seconds", "How often nodes are scraped now.", value=self._scraper.interval_s
+            )
+            counts = self._scraper.counts
+            failures = CounterMetricFamily(
+                "kvaffinity_scrape_failures", "Scrapes in vain, by cause.", labels=("cause",)
+            )
+            for cause, number in counts.failures.items():
+                failures.add_metric((cause,), number)
+            yield failures
+            for name, description, value in (
+                ("scrapes", "Pages read.", counts.scrapes),
+                ("unknown_pages", "Pages of no engine that is known.", counts.unknown_pages),
+                ("engine_restarts", "Restarts of engines that scrapes noticed.", counts.restarts),
+            ):
+                yield CounterMetricFamily(f"kvaffinity_{name}", description, value=value)
+        if self._feeds is not None:
+            messages = CounterMetricFamily(
+                "kvaffinity_kv_events", "KV event messages, by what came of them.", labels=("what",)
+            )
+            for what, number in self._feeds.counters().items():
+                messages.add_metric((what,), number)
+            lag = GaugeMetricFamily(
+                "kvaffinity_kv_event_lag_seconds",
+                "How late events come, against the promptest.",
+                labels=("pool", "node"),
+            )
+            for endpoint, status in self._feeds.statuses().items():
+                lag.add_metric((endpoint.pool, endpoint.node), status.lag_s)
+            yield from (messages, lag)
 
 
 def span_exporting(exporter: SpanExporter | None = None) -> TracerProvider:

@@ -104,12 +104,13 @@ async def served(
     listen: str | None = None,
     server: str = "",
     model: str = "",
+    nodes: tuple[str, ...] = ("n1", "n2"),
     variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Served]:
     listen = listen or f"127.0.0.1:{free_port()}"
     pages = f"127.0.0.1:{free_port()}"
     path, log_path = tmp_path / "kvaffinity.toml", tmp_path / "log"
-    path.write_text(config(listen, pages, "n1", "n2", server=server, model=model))
+    path.write_text(config(listen, pages, *nodes, server=server, model=model))
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "extproc", "serve", "--config", str(path),
@@ -427,3 +428,31 @@ async def test_a_model_with_a_tokenizer_is_keyed_and_said_to_be(tmp_path: Path) 
         page = await app.page()
         assert 'kvaffinity_requests_total{pool="m",reason="locality",tokens="exact"} 1.0' in page
         assert 'kvaffinity_pool_fault{pool="m"} 0.0' in page
+
+
+async def test_nodes_come_and_go_with_a_file(tmp_path: Path) -> None:
+    listed = tmp_path / "nodes.toml"
+    source = f'[[models.sources]]\nfrom = "file"\npath = "{listed}"\nkeep_s = 1.0\n'
+    async with served(tmp_path, model=source, nodes=()) as app:
+        assert CLUSTER not in mutated(await app.ask(chat(PROMPT)))
+        for name in ("one", "two"):
+            fresh = tmp_path / "fresh"
+            fresh.write_text(f'nodes = [{{ address = "10.0.0.1:8000", name = "{name}" }}]\n')
+            fresh.replace(listed)
+
+            async def routed(name: str = name) -> bool:
+                return mutated(await app.ask(chat(PROMPT))).get(CLUSTER) == name
+
+            await until(routed, timeout_s=10)
+        (state,) = json.loads(await app.page("/healthz"))["sources"]["m"]
+        assert (state["nodes"], state["error"]) == (1, None)
+        app.path.write_text(app.path.read_text() + "\n")
+        app.process.send_signal(signal.SIGHUP)
+        await until(lambda: "configuration reloaded" in app.log())
+        assert mutated(await app.ask(chat(PROMPT)))[CLUSTER] == "two"  # a reload takes away nothing that was found
+        listed.unlink()
+
+        async def gone() -> bool:
+            return CLUSTER not in mutated(await app.ask(chat(PROMPT)))
+
+        await until(gone, timeout_s=15)

@@ -161,6 +161,22 @@ WRONG = {
     "the star twice": (LEAST + 'aliases = ["*"]\n[[models]]\nname = "o"\naliases = ["*"]\n', "given twice: *"),
     "the same node twice": (LEAST + NODE + NODE.replace("8000", "8001"), "node name in $.models[0] given twice: n1"),
     "the same address twice": (LEAST + NODE + NODE.replace("n1", "n2"), "node address in $.models[0] given twice: 10."),
+    "a source of no kind": (LEAST + '[[models.sources]]\nfrom = "hats"\n', "$.models[0].sources[0]"),
+    "a file of no kind": (LEAST + '[[models.sources]]\nfrom = "file"\npath = "a.txt"\n', "sources[0].path"),
+    "a cluster that is no template": (
+        LEAST + '[[models.sources]]\nfrom = "dns"\nname = "a"\ncluster = "{nobody}"\n',
+        "$.models[0].sources[0].cluster",
+    ),
+    "neither pool nor service": (
+        LEAST + '[[models.sources]]\nfrom = "kubernetes"\nnamespace = "a"\n',
+        "either a pool, or a service or selector",
+    ),
+    "the same source twice": (LEAST + '[[models.sources]]\nfrom = "dns"\nname = "a"\n' * 2, "the same source twice"),
+    "events without a tokenizer": (LEAST + "[models.events]\n", "only a pool with a tokenizer"),
+    "events of nobody's host": (
+        LEAST + 'tokenizer = "t"\n[models.events]\nendpoint = "tcp://{name}:1"\n',
+        "no template of {host}",
+    ),
     "one header for both": (LEAST + '[server]\ncluster_header = "x-gateway-destination-endpoint"\n', "must differ"),
     "not TOML": (LEAST + "[server\n", "line 3"),
 }

@@ -86,9 +86,10 @@ async def test_token_ids_and_their_text_have_the_same_blocks(encoder: Encoder) -
 async def test_each_block_size_of_a_pool_has_its_own_chain(encoder: Encoder) -> None:
     pools = exact_pool("n1", "n2")
     async with running(pools, encoders={"m": encoder}) as server:
-        pools["m"].observe("n1", LoadSample(1.0, block_tokens=32))
+        pools["m"].observe("n1", LoadSample(server.clock(), block_tokens=32))
         data = chat(prose(3000))
         first = await server.ask(data)
+        server.clock.now_s += 2.0  # what was sent is done
         second = await server.ask(data)
         assert node_of(first) == node_of(second)
         request = server.seen.tickets[1].request

@@ -8,10 +8,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from extproc.config import Config, ModelConfig, NodeConfig, parse
+from extproc.config import (
+    Config,
+    DnsConfig,
+    EventsConfig,
+    FileConfig,
+    KubernetesConfig,
+    ModelConfig,
+    NodeConfig,
+    SourceConfig,
+    parse,
+)
 
 README = Path(__file__).parent.parent / "README.md"
-SECTIONS = {"": Config, "[[models]]": ModelConfig, "[[models.nodes]]": NodeConfig}
+SOURCES = {"file": FileConfig, "dns": DnsConfig, "kubernetes": KubernetesConfig}
+SECTIONS = {
+    "": Config,
+    "[[models]]": ModelConfig,
+    "[models.events]": EventsConfig,
+    "[[models.nodes]]": NodeConfig,
+    "[[models.sources]]": SourceConfig,
+    **{f'[[models.sources]] from = "{name}"': kind for name, kind in SOURCES.items()},
+}
 
 
 def documented() -> dict[str, dict[str, str]]:
@@ -41,9 +59,12 @@ def sections() -> dict[str, type[msgspec.Struct]]:
 
 def test_every_key_is_documented_and_every_documented_key_exists() -> None:
     there = {
-        name: {field.name for field in msgspec.structs.fields(section)} - {"models", "nodes"}
+        name: {field.name for field in msgspec.structs.fields(section)} - {"models"}
         for name, section in sections().items()
     }
+    there["[[models]]"] -= {"nodes", "events", "sources"}
+    for name in SOURCES:
+        there[f'[[models.sources]] from = "{name}"'] -= there["[[models.sources]]"]
     there[""] -= {name.strip("[]") for name in there}
     assert {name: set(keys) for name, keys in documented().items()} == there
 

@@ -16,6 +16,10 @@ _SUSPECT_S, _MAX_SUSPECT_S = 1.0, 30.0
 _LARGE = 1e100
 """Sums are brought back to size long before they overflow (after four hours)."""
 
+_FORGIVEN_S = 60.0
+"""A node that stopped answering scrapes that long ago and still is in the fleet may have lost its metrics alone: it is
+tried again, and is suspect by its failures where it has any."""
+
 WINDOW_S = 60.0
 """Over which utilisation and recent work are averaged."""
 
@@ -45,6 +49,7 @@ class _Standing:
     """In a row."""
     suspect_until_s: float = -math.inf
     """Requests sent there failed: until then it is avoided."""
+    answered_at_s: float = -math.inf
 
 
 class Changes(NamedTuple):
@@ -86,8 +91,9 @@ class Reservation(NamedTuple):
         standing.suspect_until_s = now + min(_SUSPECT_S * 2.0**standing.failures, _MAX_SUSPECT_S)
         standing.failures = min(standing.failures + 1, 16)
 
-    def answered(self) -> None:
+    def answered(self, *, now: float = -math.inf) -> None:
         """The node answered it: it is not avoided any more."""
+        self.standing.answered_at_s = max(self.standing.answered_at_s, now)
         self.standing.failures = 0
         self.standing.suspect_until_s = -math.inf
 
@@ -106,18 +112,23 @@ class Fleet:
         self._count_sum = 0.0
         """Requests."""
         self._capacity = 0.0
+        self._left: list[_Standing] = []
+        """Those that have requests in flight."""
 
     def __len__(self) -> int:
         return len(self._standings)
 
     def replace(self, nodes: Iterable[Node]) -> Changes:
-        """Make `nodes` the fleet. The same id and address keep their state; another address is a new node."""
+        """Make `nodes` the fleet. The same id, address and rank keep their state; else it is a new node. One that left
+        and comes back is a new one as well; what is in flight to the old one is released there."""
         wanted = {node.id: node for node in nodes}
         removed, added = [], []
         for node_id, standing in list(self._standings.items()):
             new = wanted.get(node_id)
-            if new is None or new.address != standing.node.address:
-                removed.append(standing.node)
+            old = standing.node
+            if new is None or (new.address, new.rank) != (old.address, old.rank):
+                removed.append(old)
+                self._left.append(standing)
                 del self._standings[node_id]
             else:
                 standing.node = new
@@ -125,9 +136,18 @@ class Fleet:
             if node.id not in self._standings:
                 self._standings[node.id] = _Standing(node)
                 added.append(node)
+        self._left = [standing for standing in self._left if standing.in_flight]
         self._standings = dict(sorted(self._standings.items()))
         self._capacity = sum(standing.node.weight for standing in self._standings.values())
         return Changes(tuple(added), tuple(removed))
+
+    def draining(self) -> dict[NodeId, int]:
+        """Requests in flight to nodes that left, where there are any."""
+        self._left = [standing for standing in self._left if standing.in_flight]
+        found: dict[NodeId, int] = {}
+        for standing in self._left:
+            found[standing.node.id] = found.get(standing.node.id, 0) + standing.in_flight
+        return found
 
     def nodes(self) -> tuple[Node, ...]:
         """In id order."""
@@ -172,14 +192,16 @@ class Fleet:
             sample = standing.sample
             if sample is not None:
                 age = now - sample.at_s
+                waiting = sample.waiting or 0
+                kv_usage = sample.kv_usage or 0.0
                 if age > limits.stale_after_s:
-                    suspect = True  # it used to answer scrapes
+                    # it used to answer scrapes; but metrics may be missing of a node that answers requests
+                    answered = standing.answered_at_s > sample.at_s + limits.stale_after_s
+                    suspect = suspect or (age <= _FORGIVEN_S and not answered)
                 else:
-                    waiting = sample.waiting or 0
-                    kv_usage = sample.kv_usage or 0.0
                     saturated = waiting >= limits.max_waiting or kv_usage >= limits.max_kv_usage
-                    if waiting:  # more than we know of, when others send there too
-                        wait_s = max(wait_s, waiting * mean_own_s / node.weight - age)
+                if waiting:  # more than we know of, when others send there too; it drains towards what we know
+                    wait_s = max(wait_s, waiting * mean_own_s / node.weight - age)
             found.append(
                 new(
                     Candidate,
@@ -197,6 +219,7 @@ class Fleet:
                         suspect,
                         False,
                         0,
+                        0.0,
                     ),
                 )
             )
@@ -246,6 +269,10 @@ class Fleet:
         """Uncached work sent to each node in the last minute (decayed), in seconds of its prefill."""
         scale = self._fading.scale(now=now)
         return {node: each.work_sum / scale for node, each in self._standings.items()}
+
+    def sample(self, node: NodeId) -> LoadSample | None:
+        """The last sample of a node that is in the fleet."""
+        return self._standings[node].sample
 
     def samples(self) -> dict[NodeId, LoadSample | None]:
         """The last sample of each node."""

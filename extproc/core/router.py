@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
 from extproc.core.fleet import Reservation
 from extproc.core.pool import Pool
 from extproc.core.types import (
+    CacheEvent,
     End,
+    FeedState,
     InferenceRequest,
     Node,
+    NodeId,
     Outcome,
     Refusal,
     Rejection,
@@ -58,7 +62,7 @@ class Router:
         decision = pool.policy(request, pool.candidates(request, now=now), price=fleet.price(now=now))
         node = decision.node.id
         idle = fleet.idle(node, now=now)
-        stored = pool.store(node, request, now=now)
+        stored = pool.send(node, request, now=now)
         if request.session is not None:
             pool.sessions.note(request.session, node, request.prompt_tokens, now=now)
         reservation = fleet.reserve(node, decision.chosen.uncached_tokens, now=now)
@@ -91,6 +95,18 @@ class Router:
         entry = self._tickets.pop(ticket_id, None)
         return None if entry is None else self._settle(*entry, outcome, now=now)
 
+    def cache_events(self, pool: str, node: NodeId, events: Sequence[CacheEvent], *, now: float) -> None:
+        """What a node's engine says of its cache, in order. Nobody's: nothing."""
+        found = self.pools.get(pool)
+        if found is not None:
+            found.cache_events(node, events, now=now)
+
+    def feed(self, pool: str, node: NodeId, state: FeedState, *, now: float) -> None:
+        """How complete a node's events are from now on. Nobody's: nothing."""
+        found = self.pools.get(pool)
+        if found is not None:
+            found.feed(node, state, now=now)
+
     def _full(self) -> bool:
         return len(self._tickets) > self._max_tickets or self._chain_bytes > self._max_chain_bytes
 
@@ -116,32 +132,50 @@ class Router:
         if computed:
             first_token_at_s = now if outcome.client_ttft_s is None else ticket.received_at_s + outcome.client_ttft_s
             reservation.release(first_token_at_s=min(now, first_token_at_s), now=now)
-            reservation.answered()
+            reservation.answered(now=now)
         else:
             reservation.release(first_token_at_s=None, now=now)
             if outcome.routed and (elsewhere or outcome.end is End.FAILED):
                 reservation.failed(now=now)
         if pool is None:  # a reload took the model away
             return Settled(ticket, outcome, elsewhere)
+        chosen = ticket.decision.chosen
+        pool.settle(
+            node.id,
+            ticket.stored,
+            promised=chosen.matched_tokens,
+            prompt_tokens=request.prompt_tokens,
+            computed=computed,
+        )
         if not computed and outcome.end is not End.LOST:
             pool.take_back(node.id, ticket.stored)
         if request.session is not None and outcome.end is End.FAILED:
             pool.sessions.forget(request.session, node.id)
         if elsewhere and outcome.answered:
-            for other in pool.fleet.nodes():
-                if other.address == outcome.served_by:
-                    pool.store(other.id, request, now=now)
-                    if request.session is not None:
-                        pool.sessions.move(request.session, node.id, other.id, request.prompt_tokens, now=now)
+            other = _who(node, outcome, pool)
+            if other is not None:
+                pool.store(other.id, request, now=now)
+                if request.session is not None:
+                    pool.sessions.move(request.session, node.id, other.id, request.prompt_tokens, now=now)
         # what a session lets expect is no prediction that an answer could be held against
-        sure = computed and not ticket.decision.chosen.session_tokens
+        sure = computed and not chosen.session_tokens
         if ticket.idle and sure and outcome.end is End.SERVED and outcome.engine_ttft_s is not None:
-            pool.fleet.rate.observe(ticket.decision.chosen.uncached_tokens, outcome.engine_ttft_s * node.weight)
+            pool.fleet.rate.observe(chosen.uncached_tokens, outcome.engine_ttft_s * node.weight)
         return Settled(ticket, outcome, elsewhere and outcome.routed)
 
 
+def _who(node: Node, outcome: Outcome, pool: Pool) -> Node | None:
+    """Which node answered in place of `node`; None: nobody we know, or one of several ranks and no telling which."""
+    there = [each for each in pool.fleet.nodes() if each.address == outcome.served_by]
+    if len(there) > 1:  # a repeated request has the headers of the first: the rank that was chosen for another address
+        there = [each for each in there if each.rank is not None and each.rank == node.rank]
+    return there[0] if len(there) == 1 else None
+
+
 def _elsewhere(node: Node, outcome: Outcome, pool: Pool | None) -> bool:
-    """Did another node answer? The access log has ip:port; one whose address is a name is recognised by exclusion."""
+    """Did another node answer? The access log has ip:port; one whose address is a name is recognised by exclusion.
+
+    Ranks of one address look alike in it, and each answers what it was sent."""
     served_by = outcome.served_by
     if served_by is None or served_by == node.address:
         return False

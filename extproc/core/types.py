@@ -23,6 +23,8 @@ class Node:
     cluster: str
     weight: float = 1.0
     """Relative prefill speed, > 0; 1.0 is the pool's `prefill_tokens_per_s`."""
+    rank: int | None = None
+    """Which data-parallel rank of the engine at `address`, where each has a cache of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class InferenceRequest:
     """Its tokens are the engine's."""
     session: int | None = None
     """Salted hash of what the client says its session is: a hint, never a replacement for the match."""
+    adapter: str | None = None
+    """The LoRA adapter that it asks for; None: the base model."""
 
     @property
     def matchable(self) -> bool:
@@ -70,6 +74,90 @@ class LoadSample:
     """The engine's own start time, wall clock: a change means that its cache is void."""
     block_tokens: int | None = None
     """Tokens of one block of its prefix cache, > 0."""
+    prefix_queries: float | None = None
+    """Counter: prompt tokens that were looked up in the prefix cache."""
+    prefix_hits: float | None = None
+    """Counter: those of them that were found."""
+    prompt_tokens: float | None = None
+    """Counter: tokens of all prompts."""
+    loras: tuple[str, ...] | None = None
+    """The adapters it has loaded, or is loading: those of running and of waiting requests."""
+    max_loras: int | None = None
+    """How many adapters it can have loaded at once."""
+
+
+EngineHash: TypeAlias = int | bytes
+"""What an engine calls a block: its own hash, which nothing but the same engine's other events can be held against."""
+
+
+class BlocksStored(NamedTuple):
+    """A node now holds these blocks, each the child of the one before."""
+
+    hashes: tuple[EngineHash, ...]
+    parent: EngineHash | None
+    """What the first of them follows; None: it begins a prompt."""
+    token_ids: bytes
+    """4 bytes each, little-endian; `block_tokens` for each hash."""
+    block_tokens: int
+    lora: str | None
+    salt: str | None
+    """The request's cache_salt, which engines tell with a prompt's first block only; None elsewhere."""
+    opaque: tuple[bytes, ...]
+    """For each block a hash of what else it depends on (images), or b"". A block with one, and what follows it, equals
+    no prompt's."""
+    tier: str
+    """"gpu", "cpu", "disk" or another name."""
+    group: int
+    """Which of the model's layer groups it is of (full attention, sliding window)."""
+    whole: bool = True
+    """False: its group looks back over a window only, so that what it holds is no prefix."""
+
+
+class BlocksRemoved(NamedTuple):
+    """A node no longer holds these blocks in one tier, for one layer group."""
+
+    hashes: tuple[EngineHash, ...]
+    tier: str
+    group: int
+
+
+class CacheCleared(NamedTuple):
+    """A node holds nothing any more."""
+
+
+CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | CacheCleared
+
+
+class FeedState(StrEnum):
+    """How complete what a node's events told is."""
+
+    LIVE = "live"
+    """As far as anyone knows all of it."""
+    LOST = "lost"
+    """Some were missed for good: what they told is void, until the cache is known from its start again or cleared."""
+    DOWN = "down"
+    """No connection."""
+
+
+class Rung(StrEnum):
+    """What a node is believed to hold is taken from, best first."""
+
+    EVENTS = "events"
+    """Its engine's events, and the prompts in flight."""
+    PREDICTED = "predicted"
+    """What was sent there."""
+    HASH = "hash"
+    """Nothing but that prompts that begin alike are sent to the same node."""
+    LOAD = "load"
+    """Nothing."""
+
+
+class RungChange(NamedTuple):
+    """A node is believed more, or less, than before."""
+
+    node: NodeId
+    before: Rung
+    after: Rung
 
 
 class Candidate(NamedTuple):
@@ -77,9 +165,10 @@ class Candidate(NamedTuple):
 
     node: Node
     matched_tokens: int
-    """By the prefix map, of the prompt. What a session tells is not in it."""
+    """Of the prompt, by the node's events or the prefix map. What a session tells is not in it."""
     uncached_tokens: int
-    """The rest of the prompt; what is put on the node when it is chosen."""
+    """What is put on the node when it is chosen: the rest of the prompt, and of what is matched as much as is not
+    believed."""
     wait_s: float
     """Predicted time until the node would start on this request."""
     prefill_s: float
@@ -99,6 +188,8 @@ class Candidate(NamedTuple):
     """The request's session was here last, and the node has had no more than its share of work since."""
     session_tokens: int = 0
     """An estimate: what it may hold of the prompt because of that. 0 unless that is more than can be matched."""
+    lora_s: float = 0.0
+    """Until it has loaded the request's adapter."""
 
 
 class Reason(StrEnum):
@@ -144,6 +235,10 @@ class Stored(NamedTuple):
     from_block: int
     """Blocks before it were there already."""
     stamp: float
+    generation: int = 0
+    """What is known of the node was begun anew since where that is another now."""
+    ahead: int | None = None
+    """The blocks from there on count as in flight; None: none does."""
 
 
 @dataclass(frozen=True, slots=True)

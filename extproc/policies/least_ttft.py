@@ -10,7 +10,7 @@ from extproc.core.types import Candidate, Decision, InferenceRequest, Reason
 
 @dataclass(frozen=True, slots=True)
 class LeastTtft:
-    """cost = wait_s + price * prefill_s, among the nodes inside the load envelope.
+    """cost = wait_s + lora_s + price * prefill_s, among the nodes inside the load envelope.
 
     The envelope leaves out a node whose predicted wait exceeds `load_bound` times the fleet's mean by more than
     `load_slack_s`, one that is saturated, and one that is suspect, while another is inside. Costs within `margin_s`
@@ -34,8 +34,9 @@ class LeastTtft:
         inside = [each for each in candidates if each.wait_s <= limit_s and not each.saturated and not each.suspect]
         if not inside:
             alive = [each for each in candidates if not each.suspect] or list(candidates)
-            inside = [each for each in alive if not each.saturated] or alive
-        costs = [each.wait_s + price * each.prefill_s for each in inside]
+            alive = [each for each in alive if not each.saturated] or alive
+            inside = [each for each in alive if each.wait_s <= limit_s] or alive
+        costs = [each.wait_s + each.lora_s + price * each.prefill_s for each in inside]
         least = min(costs)
         bound = least + self.margin_s + self.margin_ratio * least
         close = [i for i, cost in enumerate(costs) if cost <= bound]

@@ -14,6 +14,9 @@ where our reply never took effect, because the client had left."""
 RETRY_HEADER = "x-envoy-retry-on"
 """Set where Envoy may repeat a request."""
 
+RANK_HEADER = "x-data-parallel-rank"
+"""Which rank of the engine at an address is to serve it (vLLM's name)."""
+
 METADATA_NAMESPACE = "kvaffinity"
 """Of the dynamic metadata; the filter must list it in `metadata_options.receiving_namespaces.untyped`."""
 

@@ -99,6 +99,39 @@ def test_a_node_that_stopped_answering_scrapes_is_suspect_and_one_that_never_did
     assert [each.suspect for each in seen(fleet, now=5.1).values()] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("answered_at_s", "now", "suspect"),
+    [
+        (None, 5.1, True),
+        (4.0, 6.0, True),  # that was before
+        (5.5, 6.0, False),  # its metrics are gone, but it answers
+        (None, 60.0, True),
+        (None, 60.1, False),  # tried again: its failures will tell
+    ],
+)
+def test_without_scrapes_a_node_is_judged_by_what_we_know_ourselves(
+    answered_at_s: float | None, now: float, suspect: bool
+) -> None:
+    fleet = fleet_of(A)
+    fleet.observe("a", LoadSample(0.0, waiting=100, kv_usage=0.99))
+    if answered_at_s is not None:
+        reservation = fleet.reserve("a", 0, now=1.0)
+        reservation.release(first_token_at_s=answered_at_s, now=answered_at_s)
+        reservation.answered(now=answered_at_s)
+    fleet.reserve("a", 100_000, now=now)
+    candidate = seen(fleet, now=now)["a"]
+    assert (candidate.suspect, candidate.saturated, candidate.in_flight) == (suspect, False, 1)
+    assert candidate.wait_s >= 100.0
+
+
+def test_what_waited_when_a_node_was_last_scraped_fades_to_what_we_sent_there() -> None:
+    fleet = fleet_of(A, B)
+    fleet.reserve("b", 1000, now=0.0)
+    fleet.observe("a", LoadSample(0.0, waiting=20))
+    waits = [seen(fleet, now=float(now))["a"].wait_s for now in (0, 4, 6, 19, 21)]
+    assert waits == pytest.approx([20.0, 16.0, 14.0, 1.0, 0.0])
+
+
 def test_a_first_token_proves_that_all_before_it_is_done() -> None:
     fleet = fleet_of(A)
     first = fleet.reserve("a", 10_000, now=0.0)

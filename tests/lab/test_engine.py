@@ -16,9 +16,14 @@ from extproc.lab.engine import (
     PREFILL_CHUNK_TOKENS,
     TOKEN_BYTES,
     BlockCache,
+    Cleared,
     Engine,
+    Event,
     Job,
     Refusal,
+    Removed,
+    Stored,
+    Voice,
     answer_to,
     block_keys,
 )
@@ -35,11 +40,12 @@ class NaiveBlock:
 
 
 class NaiveCache:
-    """The same rules, as searches over two lists: free blocks by age, blocks with a text in the order stored."""
+    """The same rules, as searches over lists: free blocks in the order of reuse, blocks with a text as stored."""
 
     def __init__(self, blocks: int) -> None:
         self.free = [NaiveBlock() for _ in range(blocks - 1)]
         self.stored: list[NaiveBlock] = []
+        self.removed: list[str] = []
 
     def match(self, texts: list[str]) -> list[NaiveBlock]:
         found = []
@@ -59,6 +65,8 @@ class NaiveCache:
         for block in blocks:
             block.uses += 1
             if block not in found:
+                if block.text is not None:
+                    self.removed.append(block.text)
                 block.text = None
         self.free = [block for block in self.free if block not in blocks]
         self.stored = [block for block in self.stored if block.text is not None]
@@ -71,7 +79,9 @@ class NaiveCache:
     def release(self, blocks: list[NaiveBlock]) -> None:
         for block in blocks[::-1]:
             block.uses -= 1
-        self.free += [block for block in blocks[::-1] if block.uses == 0]
+        freed = [block for block in blocks[::-1] if block.uses == 0]
+        empty = [block for block in freed if block.text is None]
+        self.free = empty + self.free + [block for block in freed if block.text is not None]
 
 
 def prefixes(text: str) -> list[str]:
@@ -89,13 +99,17 @@ PROBES = [prefixes(text) for text in ("aaaaaa", "ababab", "baabba", "bbbbbb")]
 @settings(max_examples=500)
 @given(blocks=st.integers(2, 9), steps=st.lists(st.one_of(TAKE, STORE, RELEASE), max_size=60))
 def test_the_block_cache_does_what_a_naive_model_does(blocks: int, steps: list[tuple[str, Any, Any]]) -> None:
-    cache, naive = BlockCache(blocks), NaiveCache(blocks)
+    removed: list[bytes] = []
+    cache, naive = BlockCache(blocks, removed=removed.append), NaiveCache(blocks)
     number = {block: index for index, block in enumerate(naive.free, start=1)}  # 0 is the null block
     held: list[tuple[list[str], list[NaiveBlock]]] = []
     for kind, which, more in steps:
         if kind == "take":
             texts = prefixes(which)
-            taken, expected = cache.take(map(hash, texts), len(texts) + more), naive.take(texts, len(texts) + more)
+            taken, expected = (
+                cache.take(map(str.encode, texts), len(texts) + more),
+                naive.take(texts, len(texts) + more),
+            )
             if expected is None:
                 assert taken is None
             else:
@@ -105,20 +119,21 @@ def test_the_block_cache_does_what_a_naive_model_does(blocks: int, steps: list[t
             texts, own = held[which % len(held)]
             index = more % len(own) if own else 0
             if index < len(texts) and own[index].text is None:
-                cache.store(number[own[index]], hash(texts[index]))
+                cache.store(number[own[index]], texts[index].encode())
                 naive.store(own[index], texts[index])
         elif held:
             _, own = held.pop(which % len(held))
             cache.release([number[block] for block in own])
             naive.release(own)
         assert cache.in_use == len({block for _, own in held for block in own})
+        assert removed == [text.encode() for text in naive.removed]
         for probe in PROBES:
-            assert cache.match(map(hash, probe)) == [number[block] for block in naive.match(probe)]
+            assert cache.match(map(str.encode, probe)) == [number[block] for block in naive.match(probe)]
 
 
 def test_free_blocks_are_reused_tail_first() -> None:
     cache = BlockCache(5)
-    texts = [hash(each) for each in prefixes("abcd")]
+    texts = [each.encode() for each in prefixes("abcd")]
     taken = cache.take(texts, 4)
     assert taken is not None
     for block, key in zip(taken[0], texts, strict=True):
@@ -131,30 +146,41 @@ def test_free_blocks_are_reused_tail_first() -> None:
 
 def test_of_two_blocks_with_one_text_the_older_is_found_until_it_is_evicted() -> None:
     cache = BlockCache(3)
-    first, second = cache.take([7], 1), cache.take([7], 1)
+    first, second = cache.take([b"7"], 1), cache.take([b"7"], 1)
     assert first is not None
     assert second is not None
-    cache.store(first[0][0], 7)
-    cache.store(second[0][0], 7)
-    assert cache.match([7]) == first[0]
+    cache.store(first[0][0], b"7")
+    cache.store(second[0][0], b"7")
+    assert cache.match([b"7"]) == first[0]
     cache.release(first[0])
     assert cache.take([], 1) == (first[0], 0)
-    assert cache.match([7]) == second[0]
+    assert cache.match([b"7"]) == second[0]
     cache.release(second[0])
     assert cache.take([], 1) == (second[0], 0)
-    assert cache.match([7]) == []
+    assert cache.match([b"7"]) == []
+
+
+def test_a_free_block_that_holds_nothing_is_reused_before_one_that_holds_something() -> None:
+    cache = BlockCache(4)
+    taken = cache.take([b"7"], 3)
+    assert taken is not None
+    [head, *rest] = taken[0]
+    cache.store(head, b"7")
+    cache.release(taken[0])
+    assert cache.take([], 2) == (rest[::-1], 0)
+    assert cache.match([b"7"]) == [head]
 
 
 def test_a_cache_in_use_is_not_reset() -> None:
     cache = BlockCache(3)
     taken = cache.take([], 1)
     assert taken is not None
-    cache.store(taken[0][0], 7)
+    cache.store(taken[0][0], b"7")
     assert not cache.reset()
-    assert cache.match([7])
+    assert cache.match([b"7"])
     cache.release(taken[0])
     assert cache.reset()
-    assert not cache.match([7])
+    assert not cache.match([b"7"])
 
 
 @given(
@@ -178,8 +204,8 @@ def test_the_answer_depends_on_the_prompt_alone_and_is_whole_tokens() -> None:
     assert len(answer_to(b"abcd", 5)) == 5 * TOKEN_BYTES
 
 
-def engine(**changes: float) -> Engine:
-    defaults = {
+def engine(**changes: Any) -> Engine:
+    defaults: dict[str, Any] = {
         "blocks": 64,
         "block_tokens": BLOCK_TOKENS,
         "prefill_tokens_per_s": 1e9,
@@ -187,22 +213,22 @@ def engine(**changes: float) -> Engine:
         "max_running": 4,
         "max_queue": 8,
     }
-    return Engine(**{**defaults, **changes})  # type: ignore[arg-type]
+    return Engine(**{**defaults, **changes})
 
 
 def prompt(blocks: int, first: str = "a") -> bytes:
     return (first * BLOCK_BYTES * blocks).encode()
 
 
-def submitted(on: Engine, text: bytes, max_tokens: int = 1, salt: str = "") -> Job:
-    job = on.submit(text, max_tokens, salt=salt)
+def submitted(on: Engine, text: bytes, max_tokens: int = 1, **apart: str) -> Job:
+    job = on.submit(text, max_tokens, **apart)
     assert isinstance(job, Job)
     return job
 
 
-async def run(on: Engine, text: bytes, max_tokens: int = 1, salt: str = "") -> Job:
+async def run(on: Engine, text: bytes, max_tokens: int = 1, **apart: str) -> Job:
     """Run a request to its end."""
-    job = submitted(on, text, max_tokens, salt)
+    job = submitted(on, text, max_tokens, **apart)
     async with asyncio.timeout(PATIENCE_S):
         assert "".join([token async for token in on.tokens(job)]).encode() == job.answer
     on.finish(job)
@@ -396,3 +422,124 @@ async def test_an_aborted_prefill_keeps_the_chunks_it_computed() -> None:
     kept_tokens = job.stored_blocks * BLOCK_TOKENS
     assert kept_tokens in range(PREFILL_CHUNK_TOKENS, chunks * PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS)
     assert (await run(on, text[: (kept_tokens + 1) * TOKEN_BYTES])).cached_tokens == kept_tokens
+
+
+class Told:
+    """What an engine told of its steps, one list for each."""
+
+    def __init__(self, **changes: int) -> None:
+        self.steps: list[list[Event]] = []
+        self.engine = engine(**changes, publish=lambda events: self.steps.append(list(events)))
+
+    async def of(self, text: bytes, max_tokens: int = 1, **apart: str) -> list[list[Event]]:
+        """The steps of one request."""
+        self.steps.clear()
+        await run(self.engine, text, max_tokens, **apart)
+        return [*self.steps]
+
+
+def keys(text: bytes, **apart: str) -> list[bytes]:
+    return block_keys(text, block_tokens=BLOCK_TOKENS, **apart)
+
+
+def stored(text: bytes, first: int, last: int, salt: str = "", lora: str | None = None) -> Stored:
+    """The event of the blocks from `first` to before `last` of a text."""
+    known = keys(text, salt=salt, lora=lora)
+    parent = known[first - 1] if first else None
+    return Stored(known[first:last], parent, text[first * BLOCK_BYTES : last * BLOCK_BYTES], salt, lora)
+
+
+async def test_only_what_is_new_is_told_as_stored_behind_its_parent() -> None:
+    told, text = Told(), prompt(3) + b"more"
+    longer = text + prompt(1, "b")
+    assert await told.of(b"1234") == []  # no full block
+    assert await told.of(text) == [[stored(text, 0, 3)]]
+    assert await told.of(text) == []  # all of it was there
+    assert await told.of(longer) == [[stored(longer, 3, 4)]]
+
+
+async def test_a_fully_cached_prompt_stores_its_last_block_again() -> None:
+    told = Told()
+    await told.of(prompt(3))
+    assert await told.of(prompt(3)) == [[stored(prompt(3), 2, 3)]]
+
+
+async def test_an_answer_is_told_block_by_block_as_it_fills_them() -> None:
+    told, tokens = Told(), 2 * BLOCK_TOKENS + 1
+    text = prompt(1) + answer_to(prompt(1), tokens)
+    assert await told.of(prompt(1), tokens) == [[stored(text, block, block + 1)] for block in range(3)]
+
+
+async def test_a_long_prompt_is_told_chunk_by_chunk() -> None:
+    a_chunk = PREFILL_CHUNK_TOKENS // BLOCK_TOKENS
+    told, text = Told(blocks=1024), bytes(TOKEN_BYTES) * (2 * PREFILL_CHUNK_TOKENS + BLOCK_TOKENS)
+    chunks = ((0, a_chunk), (a_chunk, 2 * a_chunk), (2 * a_chunk, 2 * a_chunk + 1))
+    assert await told.of(text) == [[stored(text, *chunk)] for chunk in chunks]
+
+
+async def test_what_gives_way_is_told_tail_first_and_before_what_takes_its_place() -> None:
+    told = Told(blocks=7)  # 6 to use
+    old, new = prompt(4), prompt(4, "b")
+    await told.of(old)
+    gone = [Removed(key) for key in keys(old)[:1:-1]]
+    assert await told.of(new) == [[*gone, stored(new, 0, 4)]]
+    assert await told.of(old + b"more") == [
+        [*(Removed(key) for key in keys(new)[:0:-1]), stored(old + b"more", 2, 4)],
+    ]
+
+
+async def test_of_a_block_that_is_there_twice_either_copy_is_told_when_it_goes() -> None:
+    told, text = Told(blocks=5), prompt(2)
+    await told.of(text)
+    await told.of(text)  # its last block twice now
+    [step] = await told.of(prompt(4, "b")[:-TOKEN_BYTES])  # all blocks there are
+    assert step.count(Removed(keys(text)[1])) == 2
+    assert step.count(Removed(keys(text)[0])) == 1
+
+
+@pytest.mark.parametrize("following", [b"1234", prompt(2) + b"more"])
+async def test_a_reset_is_told_with_the_next_step_whatever_that_does(following: bytes) -> None:
+    told = Told()
+    await told.of(prompt(2) + b"more")
+    told.steps.clear()
+    assert told.engine.reset()
+    assert told.engine.reset()
+    assert told.steps == []
+    blocks = len(following) // BLOCK_BYTES
+    assert await told.of(following) == [[Cleared(), *([stored(following, 0, blocks)] if blocks else [])]]
+
+
+async def test_a_reset_that_is_refused_is_not_told() -> None:
+    told = Told()
+    async with started(told.engine, prompt(1), 2):
+        assert not told.engine.reset()
+    assert await told.of(b"1234") == []
+
+
+async def test_adapter_and_salt_are_told_and_keep_blocks_apart() -> None:
+    told, text = Told(), prompt(2) + b"more"
+    for apart in ({}, {"salt": "mine"}, {"lora": "mine"}, {"salt": "mine", "lora": "mine"}):
+        assert await told.of(text, **apart) == [[stored(text, 0, 2, **apart)]]
+    assert len({key for salt in ("", "s") for lora in (None, "l") for key in keys(text, salt=salt, lora=lora)}) == 8
+
+
+async def test_the_adapters_of_waiting_and_running_requests_are_known() -> None:
+    on = engine(max_running=1)
+    async with started(on, prompt(1), 2):
+        waiting = [on.submit(prompt(1), 1, lora=lora) for lora in ("b", "a", "b")]
+        assert (on.adapters("running"), on.adapters("waiting")) == ([], ["a", "b"])
+        for job in waiting:
+            assert isinstance(job, Job)
+            on.finish(job)
+    assert on.adapters("waiting") == []
+
+
+async def test_a_voice_speaks_in_its_own_tokens() -> None:
+    voice = Voice([b"1111"], [b"2222", b"3333"], {b"1111": "one", b"2222": " two", b"3333": " three"})
+    on = engine(voice=voice)
+    job = submitted(on, prompt(1), 3)
+    words = [token async for token in on.tokens(job)]
+    on.finish(job)
+    assert words[0] == "one"
+    assert {*words[1:]} <= {" two", " three"}
+    assert job.answer == b"".join(token for word in words for token, text in voice.text.items() if text == word)

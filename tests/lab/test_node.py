@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import io
 import json
+import random
+import socket
 import sys
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer
 
 from extproc.lab import node as module
+from extproc.lab.kv_publisher import Feed
 from extproc.lab.node import Node, NodeSettings
 from extproc.lab.processes import Processes, free_ports, http_ok
+from tests.lab.subscriber import Cached, Frames, Subscriber
+from tests.tokens import vocabularies
 
 PATIENCE_S = 10.0
 CHAT = "/v1/chat/completions"
@@ -35,6 +44,63 @@ async def serving(**changes: Any) -> AsyncGenerator[TestClient]:
     # it cancels the handlers of clients that left, as run_node does
     async with asyncio.timeout(PATIENCE_S), TestClient(TestServer(node.application())) as client:
         yield client
+
+
+COMPLETIONS = "/v1/completions"
+BLOCK_TOKENS = 4
+
+
+def a_feed(ranks: int = 1) -> Feed:
+    """Ports that were free a moment ago; those of a second rank are the next ones."""
+    while True:
+        events, replay = free_ports(2)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in (events + 1, replay + 1)[: 2 * (ranks - 1)]:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            if abs(events - replay) > 1:
+                return Feed(f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}", "kv@n1@tiny")
+
+
+class Reader:
+    """Follows the feed of one rank, and knows what it holds."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._subscriber = Subscriber(feed)
+        self.next_seq = 0
+        self.cached = Cached(BLOCK_TOKENS)
+        self.batches: list[Frames] = []
+        self.replays = 0
+
+    async def __aenter__(self) -> Reader:
+        return self
+
+    async def __aexit__(self, *rest: object) -> None:
+        await self._subscriber.__aexit__(*rest)
+
+    async def catch_up(self) -> None:
+        """Know all there is: what comes by itself, then a replay of what did not."""
+        while (message := await self._subscriber.next(0.005)) is not None:
+            self._take(message)
+        for _, *message in await self._subscriber.replay(self.next_seq):
+            self.replays += 1
+            self._take(message)
+
+    def _take(self, message: Frames) -> None:
+        """Again what it has: nothing. What has a gap before it: left to the replay."""
+        if int.from_bytes(message[1], "big") == self.next_seq:
+            self.next_seq += 1
+            self.batches.append(message)
+            self.cached.take(message[2])
+
+
+async def ask(client: TestClient, prompt: list[int], rank: int | None = None, **body: Any) -> tuple[int, list[int]]:
+    """How many tokens of the prompt were cached, and the answer's tokens."""
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    async with client.post(COMPLETIONS, json={"prompt": prompt, **body}, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        answer = await response.json()
+    tokens = array("I", answer["choices"][0]["text"].encode()).tolist()
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], tokens
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
@@ -57,7 +123,7 @@ async def metrics(client: TestClient) -> dict[tuple[str, ...], float]:
         (
             sample.name,
             *(value for key, value in sorted(sample.labels.items()) if key not in ("engine", "model_name")),
-        ): (sample.value)
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -345,10 +411,289 @@ async def test_the_process_frees_the_slot_of_a_client_that_leaves_and_ends_on_si
         assert processes.stop(child) == 0, child.tail()
 
 
-def test_the_command_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran: list[NodeSettings] = []
     monkeypatch.setattr(module, "run_node", ran.append)
     options = "--name n2 --host ::1 --port 8001 --model m --blocks 2 --block-tokens 3 --prefill-rate 4 --decode-ms 5 "
-    result = CliRunner().invoke(module.node, (options + "--max-running 6 --max-queue 7").split())
+    options += "--max-running 6 --max-queue 7 --kv-events tcp://*:1 --kv-replay tcp://*:2 --kv-topic t --kv-connect "
+    options += f"--data-parallel-size 8 --adapter a --adapter b --max-loras 9 --tokenizer {tmp_path}"
+    result = CliRunner().invoke(module.node, options.split())
     assert result.exit_code == 0, result.output
-    assert ran == [NodeSettings("n2", "::1", 8001, "m", 2, 3, 4.0, 0.005, 6, 7)]
+    feed = Feed("tcp://*:1", "tcp://*:2", "t", connect=True)
+    expected = NodeSettings("n2", "::1", 8001, "m", 2, 3, 4.0, 0.005, 6, 7, feed, 8, ("a", "b"), 9, str(tmp_path))
+    assert ran == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--kv-replay tcp://127.0.0.1:1", "--kv-replay needs --kv-events"),
+        ("--kv-events 127.0.0.1:1", "cannot bind 127.0.0.1:1"),
+        ("--kv-events ipc:///tmp/kv --data-parallel-size 2", "only a TCP port"),
+    ],
+)
+def test_a_feed_that_cannot_be_is_refused_at_the_start(options: str, message: str) -> None:
+    result = CliRunner().invoke(module.node, f"--port {free_ports(1)[0]} {options}".split())
+    assert result.exit_code
+    assert message in result.output
+
+
+def test_a_directory_without_a_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
+    result = CliRunner().invoke(module.node, ["--port", "1", "--tokenizer", str(tmp_path)])
+    assert result.exit_code
+    assert "no tokenizer at" in result.output
+
+
+APART: list[dict[str, Any]] = [{}, {"cache_salt": "s"}, {"model": "a"}, {"model": "b", "cache_salt": "s"}]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_the_events_alone_tell_how_much_of_each_prompt_is_cached(ranks: int) -> None:
+    """Turns of conversations, with adapters, salts, resets and restarts, on a cache that evicts all the time."""
+    rng, feed = random.Random(ranks), a_feed(ranks)
+    settings = {"blocks": 48, "block_tokens": BLOCK_TOKENS, "adapters": ("a", "b"), "data_parallel_size": ranks}
+    sure = hits = removed = cleared = 0
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(serving(feed=feed, **settings))
+        following: list[Reader] = []
+        conversations: list[list[int]] = [[]] * 8
+        for turn in range(300):
+            if turn % 100 == 99:
+                async with client.post("/restart") as response:
+                    assert response.status == 200
+            if turn % 100 in (0, 99):
+                removed += sum(reader.cached.removed for reader in following)
+                cleared += sum(reader.cached.cleared for reader in following)
+                # who read on would have to find out that there was a restart
+                following = [await stack.enter_async_context(Reader(feed.of_rank(rank))) for rank in range(ranks)]
+            if turn % 40 == 39:
+                async with client.post("/reset_prefix_cache") as response:
+                    assert response.status == 200
+                for rank in range(ranks):
+                    await ask(client, [0], rank)  # a reset is told with the next step
+            which = rng.randrange(len(conversations))
+            rank, apart = which % ranks, APART[which % len(APART)]
+            reader, prompt = following[rank], conversations[which]
+            if not prompt or rng.random() < 0.8:  # else the same again
+                prompt = prompt + rng.choices(range(1000), k=rng.randint(1, 9))
+            await reader.catch_up()
+            expected, no_more = reader.cached.expect(prompt, salt=apart.get("cache_salt"), lora=apart.get("model"))
+            cached, answer = await ask(client, prompt, rank, max_tokens=rng.randint(1, 9), **apart)
+            assert cached == expected or (cached > expected and not no_more)
+            sure, hits = sure + no_more, hits + (cached > 0)
+            conversations[which] = [] if len(prompt) > 60 else prompt + answer if rng.random() < 0.8 else prompt
+    assert sure >= 290  # of 300
+    assert min(hits, removed) >= 100
+    assert cleared >= 5
+
+
+async def test_a_restart_begins_anew() -> None:
+    feed = a_feed()
+    prompt = list(range(13))
+    async with (
+        serving(feed=feed, block_tokens=BLOCK_TOKENS) as client,
+        Reader(feed) as before,
+    ):
+        await ask(client, prompt)
+        await ask(client, prompt)
+        await before.catch_up()
+        started_at_s = (await metrics(client))[("process_start_time_seconds",)]
+        async with client.post("/restart") as response:
+            assert response.status == 200
+        seen = await metrics(client)
+        assert seen[("process_start_time_seconds",)] > started_at_s
+        assert seen[("vllm:prompt_tokens_total",)] == 0
+        assert (await ask(client, prompt))[0] == 0
+        async with Reader(feed) as after:
+            await after.catch_up()
+    assert after.next_seq
+    for old, new in zip(before.batches, after.batches, strict=False):
+        assert old[1] == new[1]
+        assert msgspec.msgpack.decode(old[2])[1] == msgspec.msgpack.decode(new[2])[1]  # the same hashes
+        assert old[2] != new[2]  # at another time
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_restart_cuts_off_who_is_waiting(stream: bool) -> None:
+    async with serving(prefill_tokens_per_s=FOREVER) as client:
+        body = chat("x", stream=stream)
+        waiting = asyncio.create_task(whole(client, body))
+        await until_running(client)
+        async with client.post("/restart") as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await waiting
+        assert (await metrics(client))[("vllm:num_requests_running",)] == 0
+
+
+async def whole(client: TestClient, body: dict[str, Any]) -> bytes:
+    """An answer to its end; of its own session, which does not ask again."""
+    async with aiohttp.ClientSession() as session, session.post(client.make_url(CHAT), json=body) as response:
+        return await response.read()
+
+
+async def test_what_was_announced_is_where_the_events_are() -> None:
+    feed = a_feed(2)
+    async with serving(feed=feed, data_parallel_size=2) as client, client.get("/kv_event_sources") as response:
+        sources = await response.json()
+    assert {rank: (each["endpoint"], each["replay_endpoint"]) for rank, each in sources.items()} == {
+        str(rank): (feed.of_rank(rank).endpoint, feed.of_rank(rank).replay_endpoint) for rank in range(2)
+    }
+    assert (sources["0"]["topic"], sources["0"]["buffer_steps"]) == ("kv@n1@tiny", 10_000)
+    async with serving() as client, client.get("/kv_event_sources") as response:
+        assert await response.json() == {}
+
+
+async def of_rank(client: TestClient, name: str) -> list[float]:
+    """The value of a metric for each rank."""
+    async with client.get("/metrics") as response:
+        text = await response.text()
+    return [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in sorted(family.samples, key=lambda sample: sample.labels.get("engine", ""))
+        if sample.name == name
+    ]
+
+
+async def test_a_header_chooses_the_rank_and_others_go_to_each_in_turn() -> None:
+    feed, prompt = a_feed(2), list(range(13))
+    async with (
+        serving(feed=feed, block_tokens=BLOCK_TOKENS, data_parallel_size=2) as client,
+        Reader(feed.of_rank(0)) as first,
+        Reader(feed.of_rank(1)) as second,
+    ):
+        assert [(await ask(client, prompt, rank=1))[0] for _ in range(2)] == [0, 12]
+        assert await of_rank(client, "vllm:prompt_tokens_total") == [0, 26]
+        assert await of_rank(client, "vllm:prefix_cache_hits_total") == [0, 12]
+        assert (await ask(client, prompt, rank=0))[0] == 0
+        for _ in range(4):
+            await ask(client, prompt)
+        assert await of_rank(client, "vllm:prompt_tokens_total") == [39, 52]
+        await first.catch_up()
+        await second.catch_up()
+        for pinned, status in (("2", 400), ("-1", 400), ("x", 200)):
+            headers = {"X-data-parallel-rank": pinned}
+            async with client.post(COMPLETIONS, json={"prompt": prompt}, headers=headers) as response:
+                assert response.status == status
+        assert await of_rank(client, "vllm:num_requests_running") == [0, 0]
+        assert len(await of_rank(client, "vllm:cache_config_info")) == 2
+    for rank, reader in enumerate((first, second)):
+        assert reader.next_seq
+        assert {msgspec.msgpack.decode(batch[2])[2] for batch in reader.batches} == {rank}
+
+
+async def test_what_runs_and_waits_is_counted_for_each_rank() -> None:
+    async with serving(prefill_tokens_per_s=FOREVER, data_parallel_size=2) as client:
+        headers, body = {"X-data-parallel-rank": "1"}, chat("x", stream=True)
+        async with client.post(CHAT, json=body, headers=headers), client.post(CHAT, json=body, headers=headers):
+            assert await of_rank(client, "vllm:num_requests_running") == [0, 1]
+            assert await of_rank(client, "vllm:num_requests_waiting") == [0, 1]
+
+
+async def test_an_adapter_is_a_model_of_its_own_that_shares_no_blocks() -> None:
+    body = chat("a" * 400, max_tokens=1)
+    async with serving(adapters=("sqlbot",)) as client:
+        async with client.post(CHAT, json=body):
+            pass
+        for cached_tokens in (0, 96):
+            async with client.post(CHAT, json={**body, "model": "sqlbot"}) as response:
+                answer = await response.json()
+            assert answer["model"] == "sqlbot"
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached_tokens
+        async with client.get("/v1/models") as response:
+            cards = (await response.json())["data"]
+        async with client.post(CHAT, json={**body, "model": "other"}) as response:
+            assert response.status == 404
+    assert [(card["id"], card["parent"]) for card in cards] == [("tiny", None), ("sqlbot", "tiny")]
+
+
+async def test_of_the_adapters_in_use_the_latest_value_tells() -> None:
+    async with serving(prefill_tokens_per_s=FOREVER, adapters=("a", "b"), max_loras=2) as client:
+        idle = await loras(client)
+        async with (
+            client.post(CHAT, json=chat("x", stream=True, model="b")),
+            client.post(CHAT, json=chat("x", stream=True, model="a")),
+            client.post(CHAT, json=chat("x", stream=True)),
+        ):
+            busy = await loras(client)
+    assert idle.keys() == {("2", "", "")}
+    assert busy.keys() == {("2", "", ""), ("2", "b", "a")}
+    assert max(busy, key=busy.__getitem__) == ("2", "b", "a")
+    async with serving() as client:
+        assert await loras(client) == {}
+
+
+async def loras(client: TestClient) -> dict[tuple[str, ...], float]:
+    seen = await metrics(client)
+    return {tuple(values): value for (name, *values), value in seen.items() if name == "vllm:lora_requests_info"}
+
+
+async def test_the_feed_is_broken_and_mended_from_outside() -> None:
+    feed = a_feed()
+    async with serving(feed=feed, block_tokens=BLOCK_TOKENS) as client, Subscriber(feed) as subscriber:
+
+        async def fault(**body: Any) -> int:
+            async with client.post("/fault", json=body) as response:
+                return response.status
+
+        assert await fault(events="cut", replay="gap") == 200
+        await ask(client, list(range(9)), max_tokens=1)
+        assert await subscriber.replay(0) == []
+        assert await fault(replay="refuse", rank=0) == 200
+        with pytest.raises(TimeoutError):
+            await subscriber.replay(0, within_s=0.1)
+        async with client.post("/restart") as response:
+            assert response.status == 200
+        with pytest.raises(TimeoutError):  # a fault is none of the process's
+            await subscriber.replay(0, within_s=0.1)
+        assert await fault() == 200
+        await ask(client, list(range(9)), max_tokens=1)
+        assert len(await subscriber.replay(0)) == 1
+        for wrong in ({"events": "lost"}, {"rank": 1}, {"rank": -2}, {"event": "cut"}):
+            assert await fault(**wrong) == 400
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama3"])  # the second puts a token before each text
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_with_a_tokenizer_blocks_are_those_of_its_token_ids(path: str, kind: str, tmp_path: Path) -> None:
+    directory, feed = vocabularies.make(kind, tmp_path), a_feed()
+    library = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    said = "def double(x: int) -> int: return 2 * x"
+    if path == CHAT:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": said}]}
+        text = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    else:
+        body, text = {"prompt": said}, said
+    ids = library.encode(text, add_special_tokens=path == COMPLETIONS).ids
+    async with (
+        serving(feed=feed, block_tokens=BLOCK_TOKENS, tokenizer=str(directory)) as client,
+        Reader(feed) as reader,
+    ):
+        async with client.post(path, json={**body, "max_tokens": 9}) as response:
+            answered = await response.json()
+        choice = answered["choices"][0]
+        answer = choice["message"]["content"] if path == CHAT else choice["text"]
+        if path == CHAT:
+            more = [*body["messages"], {"role": "assistant", "content": answer}, {"role": "user", "content": "More."}]
+            longer: dict[str, Any] = {"messages": more}
+        else:
+            longer = {"prompt": said + answer + " More."}
+        async with client.post(path, json={**longer, "max_tokens": 1}) as response:
+            usage = (await response.json())["usage"]
+        await reader.catch_up()
+    assert answered["usage"]["prompt_tokens"] == len(ids)
+    known = ids + library.encode(answer, add_special_tokens=False).ids[:-1] if path == CHAT else ids
+    events = [event for batch in reader.batches for event in msgspec.msgpack.decode(batch[2])[1]]
+    told = [token for event in events for token in event["token_ids"]]
+    full = len(known) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert told[:full] == known[:full]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= full
+
+
+async def test_with_a_tokenizer_what_the_template_refuses_is_refused(tmp_path: Path) -> None:
+    directory = vocabularies.make("qwen2", tmp_path)
+    async with serving(tokenizer=str(directory)) as client:
+        for path, body in ((COMPLETIONS, {"prompt": ""}), (CHAT, chat("x", continue_final_message=True))):
+            async with client.post(path, json=body) as response:
+                assert response.status == 400, path

@@ -120,6 +120,18 @@ def test_the_rule(case: str) -> None:
     assert (decision.node.id, decision.reason) == (expected, reason)
 
 
+def test_where_all_are_suspect_or_saturated_the_envelope_still_holds() -> None:
+    for state in ({"suspect": True}, {"saturated": True}):
+        fleet = [node("a", matched=999, wait_s=2.0, **state), node("b", **state), node("c", **state)]  # type: ignore[arg-type]
+        assert LeastTtft()(PROMPT, fleet, price=10.0).node.id == "b"
+
+
+def test_an_adapter_that_has_to_be_loaded_is_paid_for() -> None:
+    there, not_there = node("b", matched=200), node("a", matched=400)._replace(lora_s=0.5)
+    assert LeastTtft()(PROMPT, [not_there, there], price=1.0).node.id == "b"
+    assert LeastTtft()(PROMPT, [not_there, there], price=5.0).node.id == "a"
+
+
 def test_with_nothing_to_match_the_reason_is_fallback() -> None:
     request = InferenceRequest("m", 0)
     decision = LeastTtft()(request, [node("a", wait_s=1.0), node("b")], price=1.0)
