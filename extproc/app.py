@@ -27,7 +27,7 @@ from extproc.core.cost import PrefillRate
 from extproc.core.fleet import Fleet, LoadLimits
 from extproc.core.pool import Pool
 from extproc.core.router import Router
-from extproc.fleets import Fleets, each_rank, static_nodes
+from extproc.fleets import Fleets, check, each_rank, static_nodes
 from extproc.listening import Health, build
 from extproc.models import Models
 from extproc.policies.least_ttft import LeastTtft
@@ -132,6 +132,7 @@ class App:
 
     def __init__(self, config: Config, path: Path | None) -> None:
         settle_environment()
+        check(config)
         self.config = self._started_with = config
         self._path = path
         self._salt = secrets.randbits(64) if config.salt is None else xxh3_64_intdigest(config.salt.encode())
@@ -196,6 +197,7 @@ class App:
         gc.set_threshold(20_000, 20, 20)
         await stop.wait()
         self._ready = False
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # what it would start, nobody would end
         drain_s = self.config.server.drain_s
         log.info("draining for up to %.0f s", drain_s)
         await health.serving(False)
@@ -224,6 +226,7 @@ class App:
             return
         try:
             config = load(self._path)
+            check(config)
         except ConfigError as error:
             log.error("configuration kept as it was: %s", error)
             return
@@ -257,6 +260,7 @@ class App:
         await asyncio.sleep(1.0)
         for settled in self.router.expire(now=time.monotonic()):
             self.telemetry.settled(settled)
+        self._fleets.reread()
         for name, pool in self.router.pools.items():
             for change in pool.changes():
                 what = "pool %s: what node %s holds is taken from %s, no longer from %s"

@@ -66,8 +66,11 @@ def serve(path: Path, log_level: str) -> None:
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 def check(path: Path) -> None:
     """Say whether a configuration file can be used, and what it says."""
+    from extproc import fleets
+
     try:
         config = load(path)
+        fleets.check(config)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     for model in config.models:

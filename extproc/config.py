@@ -22,6 +22,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 HeaderName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 
 
+ZmqEndpoint = Annotated[str, msgspec.Meta(pattern=r"^(tcp|ipc)://.+")]
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; the message says where and why."""
 
@@ -111,8 +114,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Its Envoy cluster; the name when left out."""
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Prefill speed relative to the others."""
-    events: Name | None = None
-    replay: Name | None = None
+    events: ZmqEndpoint | None = None
+    replay: ZmqEndpoint | None = None
     """Where its KV events come from, if not from where those of the pool do."""
 
 
@@ -170,7 +173,7 @@ AnySource = FileConfig | DnsConfig | KubernetesConfig
 class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the nodes of a pool publish what they cache: vLLM's and SGLang's KV events over ZMQ."""
 
-    endpoint: Annotated[str, msgspec.Meta(pattern=r"^(tcp|ipc)://.+")] = "tcp://{host}:5557"
+    endpoint: ZmqEndpoint = "tcp://{host}:5557"
     """{host} is that of the node's address."""
     replay: Annotated[str, msgspec.Meta(pattern=r"^$|^(tcp|ipc)://.+")] = "tcp://{host}:5558"
     """Where missed ones are asked for; "": nowhere."""
@@ -313,16 +316,19 @@ def _check_source(path: str, source: AnySource, before: tuple[AnySource, ...]) -
 def _check_events(path: str, model: ModelConfig) -> None:
     events = model.events
     if events is None:
+        if any(node.events or node.replay for node in model.nodes):
+            raise ConfigError(f"endpoints of events without [models.events] - at `{path}`")
         return
     if model.tokenizer is None:
         raise ConfigError(f"events tell token ids, which only a pool with a tokenizer has - at `{path}`")
     for text in (events.endpoint, events.replay):
         try:
             text.format(host="h")
-        except (LookupError, ValueError) as error:
+        except (AttributeError, LookupError, ValueError) as error:
             raise ConfigError(f"{text!r} is no template of {{host}} - at `{path}`") from error
-    if events.bind and len(model.nodes) > 1 and "{host}" not in events.endpoint:
-        raise ConfigError(f"several nodes cannot share an endpoint that we bind - at `{path}`")
+    shared = [node for node in model.nodes if node.events is None]
+    if events.bind and (model.sources or len(shared) > 1 or (shared and "{host}" in events.endpoint)):
+        raise ConfigError(f"each node needs an endpoint of its own that we can bind: `events` there - at `{path}`")
 
 
 def _refuse_twice(what: str, names: list[str]) -> None:

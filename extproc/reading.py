@@ -287,12 +287,11 @@ class Interpreter:
         if model is not None and model in pool_of:
             return pool_of[model], model if model in self.settings.adapters else pool_of[model]
         if "*" in pool_of:
-            pool = pool_of["*"]
-        elif len(pools) == 1:
-            pool = next(iter(pools))
-        else:
-            raise Passed(Cause.NO_MODEL if model is None else Cause.UNKNOWN_MODEL)
-        return pool, model or pool
+            return pool_of["*"], model or pool_of["*"]
+        if len(pools) == 1:  # whatever a client calls it
+            (pool,) = pools
+            return pool, pool
+        raise Passed(Cause.NO_MODEL if model is None else Cause.UNKNOWN_MODEL)
 
     def seed(self, pool: str, adapter: str | None, cache_salt: str | None) -> int:
         """What the blocks of such prompts begin with, where no header keeps tenants apart: for the engines' events."""

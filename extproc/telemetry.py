@@ -132,8 +132,18 @@ class Telemetry:
     def collect(self) -> Callable[[], bytes]:
         """Everything as it stands now; calling what is returned writes the page, in any thread."""
         self._count()
+        self._forget()
         families = _Collected(list(self.registry.collect()))
         return lambda: generate_latest(families)
+
+    def _forget(self) -> None:
+        """Drop the counters of nodes that left: names of pods are without end."""
+        for kind, *labels in [key for key in self._bound if key[0] == "node"]:
+            pool = self._router.pools.get(labels[0])
+            if pool is None or not pool.fleet.knows(labels[1]):
+                del self._bound[(kind, *labels)]
+                for name in ("node_requests", "node_uncached_tokens"):
+                    self._made[name].remove(*labels)
 
     def _children(self, *key: str) -> tuple[Any, ...]:
         """Metrics bound to their labels: looking them up once costs more than counting."""

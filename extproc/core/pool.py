@@ -53,6 +53,9 @@ _MAX_ADAPTERS = 256
 
 _MAX_CHANGES = 1024
 
+_MOST_BLOCKS = 4_000_000
+"""Of a node, whatever it says: with 16 tokens each 64 million tokens, and 0.8 GB of ours."""
+
 _generations = count(1)
 """Of all pools together: one that is made anew under its old name has no generation in common with the old one."""
 
@@ -122,6 +125,9 @@ class Pool:
         self._doubted: dict[NodeId, _Known] = {}
         """Those of which not all is believed."""
         self._changes: list[RungChange] = []
+        self._joined: dict[NodeId, int] = {}
+        self.rejoined = False
+        """A node's events are to be read anew from their start: see `generation`. Whoever does so takes it back."""
 
     # ---- nodes ----
 
@@ -130,8 +136,12 @@ class Pool:
 
         A node of the same name that comes back, or that has another address or rank, is another one.
         """
-        for node in self.fleet.replace(nodes).removed:
+        changes = self.fleet.replace(nodes)
+        for node in changes.removed:
             self._leave(node.id)
+            self._joined.pop(node.id, None)
+        for node in changes.added:
+            self._joined[node.id] = next(_generations)
         for node_id, sample in self.fleet.samples().items():
             self._place(node_id, None if sample is None else sample.block_tokens)
             self._resize(node_id)
@@ -157,8 +167,9 @@ class Pool:
 
     def feed(self, node: NodeId, state: FeedState, *, now: float) -> None:
         """How complete the node's events are from now on. A stranger's: nothing."""
-        known = self._told(node)
-        if known is None or known.cached is None:
+        # a feed that ends is heard where events say nothing any more
+        known = self._told(node) or self._known.get(node)
+        if known is None or known.cached is None or (self.seed is None and state is FeedState.LIVE):
             return
         rung, before = known.rung, known.state
         known.state = state
@@ -193,8 +204,8 @@ class Pool:
         return self._known[node].rung
 
     def generation(self, node: NodeId) -> int:
-        """Another number each time that what is known of the node is begun anew."""
-        return self._known[node].generation
+        """Another number for each node that comes, and each time that its events have to be read anew."""
+        return self._joined[node]
 
     def trust(self, node: NodeId) -> float:
         """What a token that it is taken to hold is worth, in [0, 1]."""
@@ -257,7 +268,7 @@ class Pool:
     def _resize(self, node: NodeId) -> None:
         known, sample = self._known[node], self.fleet.sample(node)
         tokens = self.cache_tokens if sample is None or sample.cache_tokens is None else sample.cache_tokens
-        blocks = max(1, tokens // known.size)
+        blocks = min(max(1, tokens // known.size), _MOST_BLOCKS)
         self.prefix_maps[known.size].add_node(node, max(1, int(blocks * known.trust.capacity)))
         if known.cached is not None:
             known.cached.max_blocks = _TIERS_BLOCKS * blocks
@@ -273,6 +284,8 @@ class Pool:
         known.trust.anew()
         if known.cached is not None and known.voided_at_s < since_s:
             known.cached.clear()
+            # where its feed did not notice, only a new one tells what it holds
+            self._joined[node], self.rejoined = next(_generations), True
 
     def _leave(self, node: NodeId) -> None:
         known = self._known.pop(node)
@@ -378,7 +391,10 @@ class Pool:
 
     def _as_believed(self, request: InferenceRequest, found: Sequence[Candidate]) -> list[Candidate]:
         """With less hope of the nodes that promised too much, and hashing in place of maps that are wrong."""
-        hashed, changed = self._hashed(request, found), list(found)
+        changed = list(found)
+        hashed = None
+        if any(known.rung is Rung.HASH for known in self._doubted.values()):
+            hashed = self._hashed(request, found)
         for i, each in enumerate(found):
             known = self._doubted.get(each.node.id)
             if known is None or not each.uncached_tokens:

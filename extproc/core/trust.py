@@ -55,6 +55,7 @@ class Trust:
         self._steep = 0
         self._drops = 0
         self._good_since_s: float | None = None
+        self._judged_at_s: float | None = None
         self._begin: LoadSample | None = None
         self._promised = self._tokens = 0
 
@@ -97,7 +98,13 @@ class Trust:
         ours, promised = self._tokens, self._promised / self._tokens
         self._restart(sample)
         if not queries or not _SHARE * counted < ours < counted / _SHARE:
+            if self._judged_at_s is None:
+                self._judged_at_s = sample.at_s
+            elif sample.at_s - self._judged_at_s > _MAX_HOLD_S and self.depth > 0:  # an old verdict is none
+                self.depth, self._judged_at_s = self.depth - 1, sample.at_s
+                self._turn()
             return False
+        self._judged_at_s = sample.at_s
         self._judge(promised, hits / queries, best, sample.at_s)
         return True
 
@@ -109,7 +116,9 @@ class Trust:
         over = promised - actual
         self.hits += (actual - self.hits) * (_WEIGHT if self._judged else 1.0)
         self._judged += 1
-        self.error += _WEIGHT * (abs(over) - self.error)
+        # what answers left there is promised by events alone
+        missed = abs(over) if RUNGS[rung] is Rung.EVENTS else max(over, 0.0)
+        self.error += _WEIGHT * (missed - self.error)
         self.over += _WEIGHT * (max(over, 0.0) - self.over)
         self._steep = self._steep + 1 if over > _STEEP else 0
         if RUNGS[rung] is not Rung.EVENTS:

@@ -620,6 +620,7 @@ class _Feed:
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self.context.socket(kind)
         socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IPV6, 1)  # and IPv4
         socket.set(zmq.RCVHWM, _QUEUED)
         socket.set(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
         return socket

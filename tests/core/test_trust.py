@@ -208,3 +208,24 @@ def test_whatever_is_counted_the_values_stay_in_their_ranges(
         assert 0.0 <= trust.value <= 1.0
         assert 0.1 <= trust.capacity <= 1.0
         assert 0 <= trust.depth <= LOAD
+
+
+def test_predictions_that_promise_too_little_are_as_good_as_they_get() -> None:
+    node = Node()
+    for _ in range(100):
+        node.window(0.55, 0.9, best=PREDICTED)  # answers, which only events tell
+    assert (node.trust.depth, node.trust.value) == (EVENTS, 1.0)
+
+
+def test_an_old_verdict_is_none_where_nothing_can_be_judged_any_more() -> None:
+    node = Node()
+    for _ in range(12):
+        node.window(0.9, 0.1, best=PREDICTED)
+    lost = node.trust.depth
+    assert lost > PREDICTED
+    for _ in range(130):  # eleven minutes in which others send as much
+        node.window(0.9, 0.9, best=PREDICTED, others=10_000)
+    assert node.trust.depth == lost - 1
+    for _ in range(400):
+        node.window(0.9, 0.9, best=PREDICTED, others=10_000)
+    assert node.trust.depth <= PREDICTED

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,52 @@ def engine(model: Path, logs: Path, *options: str) -> Iterator[int]:
         yield port
 
 
+@dataclass(slots=True)
+class Engine:
+    """A whole vLLM server that keeps its port while its process comes and goes."""
+
+    command: Sequence[str]
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = _started(self.command, self.log, VLLM_SERVER_DEV_MODE="1")
+
+    def wait(self) -> None:
+        """Until it is ready."""
+        assert self.process is not None
+        _wait_until_ready(self.process, self.log, [self.port])
+
+    def kill(self) -> None:
+        """SIGKILL to all that it is, and wait for its end."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextmanager
+def engines(model: Path, logs: Path, options: Sequence[Sequence[str]]) -> Iterator[list[Engine]]:
+    """Servers for one model, each with options of its own, started at once; /reset_prefix_cache is there."""
+    found = []
+    for number, (port, more) in enumerate(zip(_free_ports(len(options)), options, strict=True), 1):
+        # on machines of their own they would not take the processor from what routes to them
+        vllm = ["nice", "-n", "10", str(installed() / "bin" / "vllm")]
+        command = [*vllm, "serve", str(model), "--port", str(port), *_COMMON, *more]
+        found.append(Engine(command, port, logs / f"engine-{number}.log"))
+    try:
+        for each in found:
+            each.start()
+        for each in found:
+            each.wait()
+        yield found
+    finally:
+        for each in found:
+            if each.process is not None:
+                _end(each.process)
+
+
 _COMMON = ("--host", "127.0.0.1", "--disable-uvicorn-access-log")
 
 
@@ -118,15 +165,20 @@ def _environment() -> dict[str, str]:
 @contextmanager
 def _running(command: Sequence[str], log: Path, ports: Sequence[int]) -> Iterator[None]:
     """`command` as a group of its own while it answers /health on all `ports`; its log's end when it does not."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), cwd=log.parent, start_new_session=True
-        )
+    process = _started(command, log)
     try:
         _wait_until_ready(process, log, ports)
         yield
     finally:
         _end(process)
+
+
+def _started(command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
+    env = _environment() | environment
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True
+        )
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, ports: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ class _Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     cluster: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
     zone: str = ""
-    rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0, le=1023)] | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
