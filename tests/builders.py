@@ -348,7 +348,7 @@ async def running(
             await server.stop(0)
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], *, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], *, timeout_s: float = 30.0) -> None:
     """Poll until `condition` holds; TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while True:

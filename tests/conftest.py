@@ -3,6 +3,11 @@
 import os
 
 import pytest
+from hypothesis import settings
+
+# time is asserted where a deadline is the behaviour, and machines are noisy
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 @pytest.hookimpl(trylast=True)

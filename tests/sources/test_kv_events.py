@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from extproc.core.types import BlocksRemoved, CacheCleared, CacheEvent, FeedState
 from extproc.sources.kv_codec import frames
-from extproc.sources.kv_events import Action, Ask, Endpoint, KvFeed, Message, Patience, Sequencer
+from extproc.sources.kv_events import Endpoint, KvFeed
+from extproc.sources.kv_order import Action, Ask, Message, Patience, Sequencer
 from tests.builders import until
 
 CAPTURES = Path(__file__).parents[3] / "shared" / "lab" / "captures"
