@@ -119,7 +119,7 @@ async def served(
     try:
         async with grpc.aio.insecure_channel(listen) as channel, aiohttp.ClientSession() as http:
             made = Served(process, path, log_path, listen, pages, channel, http)
-            await until(lambda: "serving on" in made.log() or process.returncode is not None, timeout_s=20)
+            await until(lambda: "serving on" in made.log() or process.returncode is not None, timeout_s=60)
             assert process.returncode is None, made.log()
             yield made
     finally:
@@ -409,7 +409,7 @@ async def test_it_ends_when_told_to_while_a_tokenizer_does_not_come(tmp_path: Pa
             except aiohttp.ClientError:
                 return False
 
-        await until(answers, timeout_s=20)
+        await until(answers, timeout_s=60)
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):
             assert await process.wait() == 0
@@ -443,7 +443,7 @@ async def test_nodes_come_and_go_with_a_file(tmp_path: Path) -> None:
             async def routed(name: str = name) -> bool:
                 return mutated(await app.ask(chat(PROMPT))).get(CLUSTER) == name
 
-            await until(routed, timeout_s=10)
+            await until(routed, timeout_s=30)
         (state,) = json.loads(await app.page("/healthz"))["sources"]["m"]
         assert (state["nodes"], state["error"]) == (1, None)
         app.path.write_text(app.path.read_text() + "\n")
@@ -455,4 +455,4 @@ async def test_nodes_come_and_go_with_a_file(tmp_path: Path) -> None:
         async def gone() -> bool:
             return CLUSTER not in mutated(await app.ask(chat(PROMPT)))
 
-        await until(gone, timeout_s=15)
+        await until(gone, timeout_s=30)

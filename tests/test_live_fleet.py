@@ -82,13 +82,13 @@ class Fleet:
         async def there() -> bool:
             return await self.value("rung", node=name) == rung
 
-        await until(there, timeout_s=20)
+        await until(there, timeout_s=60)
 
     async def blocks(self, name: str, least: int) -> None:
         async def told() -> bool:
             return (await self.value("prefix_blocks", node=name) or 0) >= least
 
-        await until(told)
+        await until(told, timeout_s=60)
 
 
 @asynccontextmanager
@@ -156,7 +156,7 @@ async def test_what_a_node_forgot_is_forgotten(how: str, tmp_path: Path) -> None
         async def forgotten() -> bool:
             return (await found.value("prefix_blocks", node="n1") or 0) < 10
 
-        await until(forgotten, timeout_s=20)
+        await until(forgotten, timeout_s=60)
         await found.rung("n1", 3)
 
 
