@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from extproc.lab.vocabulary import with_every_split
 from extproc.tokens import fast
 
 TEMPLATE = (
@@ -67,18 +68,6 @@ def _byte_level(pre_tokenizer: Any, normalizer: Any = None) -> dict[str, Any]:
     return _trained(normalizer, pre_tokenizer, decoders.ByteLevel(), models.BPE(), trainer)
 
 
-def _with_every_split(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """As converters from tiktoken write it: each way to make a token of two is a merge."""
-    vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["merges"] = [
-        [token[:at], token[at:]]
-        for token in sorted(vocabulary, key=vocabulary.__getitem__)
-        for at in range(1, len(token))
-        if token[:at] in vocabulary and token[at:] in vocabulary
-    ]
-    return tokenizer
-
-
 def _gpt2() -> dict[str, Any]:
     return _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
 
@@ -91,15 +80,15 @@ def _digits() -> dict[str, Any]:
 
 
 def _qwen2() -> dict[str, Any]:
-    return _with_every_split(_byte_level(_split(fast.QWEN2), normalizers.NFC()))
+    return with_every_split(_byte_level(_split(fast.QWEN2), normalizers.NFC()))
 
 
 def _o200k() -> dict[str, Any]:
-    return _with_every_split(_byte_level(_split(fast.O200K)))
+    return with_every_split(_byte_level(_split(fast.O200K)))
 
 
 def _llama3() -> dict[str, Any]:
-    tokenizer = _with_every_split(_byte_level(_split(fast.LLAMA3)))
+    tokenizer = with_every_split(_byte_level(_split(fast.LLAMA3)))
     tokenizer["model"]["ignore_merges"] = True
     begin = tokenizer["added_tokens"][MARKERS.index("<|begin|>")]
     template = processors.TemplateProcessing(
