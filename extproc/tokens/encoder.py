@@ -212,7 +212,7 @@ class Job:
             if self._too_long(piece):
                 return
             data = piece.encode("utf-8", "surrogatepass")
-            key = xxh3_128_digest(key + data)
+            key = xxh3_128_digest(b"piece" + key + data)  # no message has that key, whatever it says
             entry = None if memo is None else memo.get(key)
             if entry is not None:
                 self._mark = entry.mark
