@@ -100,6 +100,11 @@ class Engine:
 
     def start(self) -> None:
         self.process = _started(self.command, self.log, VLLM_SERVER_DEV_MODE="1")
+        # On machines of their own they would not take the processor from what routes to them. Where the kernel groups
+        # processes by session, `nice` counts inside a group only.
+        os.setpriority(os.PRIO_PGRP, self.process.pid, 10)
+        with suppress(OSError):
+            Path(f"/proc/{self.process.pid}/autogroup").write_text("19")
 
     def wait(self) -> None:
         """Until it is ready."""
@@ -119,9 +124,7 @@ def engines(model: Path, logs: Path, options: Sequence[Sequence[str]]) -> Iterat
     """Servers for one model, each with options of its own, started at once; /reset_prefix_cache is there."""
     found = []
     for number, (port, more) in enumerate(zip(_free_ports(len(options)), options, strict=True), 1):
-        # on machines of their own they would not take the processor from what routes to them
-        vllm = ["nice", "-n", "10", str(installed() / "bin" / "vllm")]
-        command = [*vllm, "serve", str(model), "--port", str(port), *_COMMON, *more]
+        command = [str(installed() / "bin" / "vllm"), "serve", str(model), "--port", str(port), *_COMMON, *more]
         found.append(Engine(command, port, logs / f"engine-{number}.log"))
     try:
         for each in found:
