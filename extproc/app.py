@@ -23,6 +23,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from xxhash import xxh3_64_intdigest
 
 from extproc.config import Config, ConfigError, ScrapeConfig, load, settle_environment, traces_wanted
+from extproc.core.answers import Answers
 from extproc.core.cost import PrefillRate
 from extproc.core.fleet import Fleet, LoadLimits
 from extproc.core.pool import Pool
@@ -84,6 +85,10 @@ def apply_pools(pools: dict[str, Pool], config: Config) -> None:
         if pool.fleet.rate.configured != model.prefill_tokens_per_s:
             pool.fleet.rate = PrefillRate(model.prefill_tokens_per_s)
         pool.lora_load_s = model.lora_load_s
+        if not model.predict_answers:
+            pool.answers = None
+        elif pool.answers is None:
+            pool.answers = Answers()
         if made or not model.sources:  # nodes that were found are not the configuration's to take away
             pool.replace(each_rank(static_nodes(model), model.ranks))
 

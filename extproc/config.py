@@ -209,6 +209,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Where the estimate starts; it is then learnt, within a factor of 16."""
     ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Data-parallel ranks behind each address; each is a node with a cache of its own."""
+    predict_answers: bool = True
+    """Where no events tell, what a node answered is taken to be in its cache when the conversation goes on."""
     lora_load_s: Annotated[float, msgspec.Meta(ge=0)] = 0.5
     """What it costs a node to load an adapter that it has not."""
     events: EventsConfig | None = None

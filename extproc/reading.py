@@ -176,7 +176,10 @@ class Reading:
             *whole, last = self.plain.chains()
             chains, cut_chains = (whole[0] if whole else _NOTHING, last) if self.cut else (last, None)
         tokens = min(tokens, self.most_tokens)
-        return InferenceRequest(self.pool, tokens, chains, cut_chains, self.exact, self.session, self.adapter)
+        turn, answered = (None, None) if self.job is None else (self.job.turn, self.job.answered)
+        return InferenceRequest(
+            self.pool, tokens, chains, cut_chains, self.exact, self.session, self.adapter, turn, answered
+        )
 
 
 _NOTHING: dict[int, Chain] = {}

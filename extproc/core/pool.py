@@ -10,6 +10,7 @@ from itertools import count
 
 from xxhash import xxh3_64_intdigest
 
+from extproc.core.answers import HELD, REST, Answers, names
 from extproc.core.cached_blocks import CachedBlocks, InFlight, Seed
 from extproc.core.fleet import Fleet
 from extproc.core.prefix_map import PrefixMap
@@ -17,6 +18,7 @@ from extproc.core.sessions import Sessions
 from extproc.core.trust import RUNGS, Trust
 from extproc.core.types import (
     HASH_BYTES,
+    Answered,
     BlocksStored,
     CacheEvent,
     Candidate,
@@ -113,6 +115,8 @@ class Pool:
         self.exact = exact
         self.seed: Seed | None = None
         """How prompts are salted; without it, and where the pool is not exact, events say nothing about prompts."""
+        self.answers: Answers | None = Answers()
+        """None: what was answered is not taken to be cached, unless events say so."""
         self.lora_load_s = 0.5
         """What it takes an engine to load an adapter."""
         self.sessions = Sessions()
@@ -328,7 +332,10 @@ class Pool:
     def matched(self, request: InferenceRequest) -> dict[NodeId, int]:
         """How many tokens of the prompt each node holds and can use, as far as it is known: by its events, or by what
         was sent there. Nodes that hold none are absent."""
+        answered = self._answered(request)  # first: what is matched last, `store` goes on from
         held = self.holders(request.chains)
+        if request.answered is not None and answered:
+            self._with_answer(request.answered, answered, held)
         if self._live and request.exact:
             self._told_of(request.chains, held)
         if request.cut_chains is not None:
@@ -342,6 +349,19 @@ class Pool:
                     size = self._known[node].size
                     held[node] = most // size * size
         return held
+
+    def _answered(self, request: InferenceRequest) -> set[NodeId]:
+        """The nodes that are taken to hold what the turn before was answered."""
+        if request.answered is None or self.answers is None:
+            return set()
+        first = names(request.answered.turn, HELD)
+        return {node for each in self.prefix_maps.values() for node, held in each.match(first).items() if held == HELD}
+
+    def _with_answer(self, answer: Answered, nodes: set[NodeId], held: dict[NodeId, int]) -> None:
+        for node in nodes:
+            size = self._known[node].size
+            if held.get(node, 0) >= answer.begin // size * size:
+                held[node] = max(held.get(node, 0), answer.end // size * size)
 
     def _told_of(self, chains: Mapping[int, Chain], held: dict[NodeId, int]) -> None:
         """Put what the events tell, and what is in flight, in place of what the maps say."""
@@ -433,13 +453,29 @@ class Pool:
     def store(self, node: NodeId, request: InferenceRequest, *, now: float) -> Stored:
         """`node` is about to hold the request's prompt, or holds it already: record the chain of its size."""
         known = self._known[node]
-        stored = self.prefix_maps[known.size].store(node, self._recorded(known, request), now=now)
-        return Stored(stored.chain, stored.from_block, stored.stamp, known.generation)
+        prefix_map = self.prefix_maps[known.size]
+        stored = prefix_map.store(node, self._recorded(known, request), now=now)
+        stored = Stored(stored.chain, stored.from_block, stored.stamp, known.generation)
+        if self.answers is None:
+            return stored
+        if request.answered is not None:  # now it is part of a prompt
+            prefix_map.trim(node, names(request.answered.turn, HELD), REST)
+        return self._expect(known, node, stored, request, now=now)
+
+    def _expect(self, known: _Known, node: NodeId, stored: Stored, request: InferenceRequest, *, now: float) -> Stored:
+        """Its answer will fill blocks as well."""
+        if request.turn is None or self.answers is None:
+            return stored
+        answer = self.answers.chain(request.turn, request.prompt_tokens, known.size)
+        self.prefix_maps[known.size].store(node, answer, now=now)
+        return stored._replace(answer=answer)
 
     def send(self, node: NodeId, request: InferenceRequest, *, now: float) -> Stored:
         """The request is sent to `node`: `store`, and count as in flight, until `settle`, what it does not hold."""
         stored = self.store(node, request, now=now)
         known = self._known[node]
+        if request.answered is not None and self.answers is not None:
+            self.answers.saw(request.answered.end - request.answered.begin)
         if request.adapter is not None:
             known.adapters.pop(request.adapter, None)
             known.adapters[request.adapter] = now
@@ -471,9 +507,14 @@ class Pool:
             longer = self.store(node, request, now=now)
         else:
             longer = self.prefix_maps[known.size].extend(node, stored, chain, now=now)
+            longer = longer._replace(answer=stored.answer)
+            if not stored.answer:
+                longer = self._expect(known, node, longer, request, now=now)
         return self._fly(known, request, longer._replace(generation=known.generation, ahead=None))
 
-    def settle(self, node: NodeId, stored: Stored, *, promised: int, prompt_tokens: int, computed: bool) -> None:
+    def settle(
+        self, node: NodeId, stored: Stored, *, promised: int, prompt_tokens: int, computed: bool, now: float
+    ) -> None:
         """The request that `send` counted as in flight is over; `promised` tokens of its prompt were taken to be there.
 
         `computed`: the node computed its prompt, and held it then. Another generation's: nothing.
@@ -484,6 +525,11 @@ class Pool:
         self._land(known, stored)
         if not computed:
             return
+        # engines count a request's blocks as used when it ends, and what it computed last is the first to go
+        prefix_map = self.prefix_maps[known.size]
+        if stored.answer:
+            prefix_map.store(node, stored.answer, now=now)
+        prefix_map.store(node, stored.chain, now=now)
         if known.rung in (Rung.HASH, Rung.LOAD):  # then it is the map that is to prove itself
             promised = min(stored.from_block * known.size, max(prompt_tokens - 1, 0))
         if stored.chain:
@@ -496,6 +542,8 @@ class Pool:
         known = self._current(node, stored)
         if known is not None:
             self.prefix_maps[known.size].take_back(node, stored)
+            if stored.answer:
+                self.prefix_maps[known.size].trim(node, stored.answer, 0)
 
     def _land(self, known: _Known, stored: Stored) -> None:
         if stored.ahead is not None:

@@ -22,7 +22,9 @@ _SHARDS = 1024
 """The index is split so that growing one dictionary never stalls the loop: 4 M segments are 4,000 in each."""
 
 _BLOCKS_PER_SEGMENT = 8
-"""A node is to hold capacity / 8 segments, at least 64: short scattered prompts cost memory by the segment (0.5 KB)."""
+_MIN_SEGMENTS = 1024
+"""A node is to hold capacity / 8 segments, at least 1024: short scattered prompts cost memory by the segment (0.5 KB).
+"""
 
 _DROPPED_AT_ONCE = 64
 """Segments beyond that bound go this many at a store: prompts of other nodes may part one node's segments in thousands,
@@ -40,7 +42,7 @@ class _Holding:
 
     @property
     def max_segments(self) -> int:
-        return max(64, self.capacity // _BLOCKS_PER_SEGMENT)
+        return max(_MIN_SEGMENTS, self.capacity // _BLOCKS_PER_SEGMENT)
 
 
 def _common(chain: Chain, at: int, hashes: bytes) -> int:
@@ -220,6 +222,13 @@ class PrefixMap:
             keep = max(0, stored.from_block - at)
             if keep < blocks and holding.order.get(segment) == stored.stamp:
                 self._trim(holding, segment, keep)
+
+    def trim(self, node: NodeId, chain: Chain, blocks: int) -> None:
+        """Of `chain`, and of what goes on from it in one segment, `node` keeps that many, whoever used them."""
+        holding = self._holdings[node]
+        for segment, at, _ in list(self._along(chain)):
+            if segment in holding.order:
+                self._trim(holding, segment, max(0, blocks - at))
 
     def extend(self, node: NodeId, stored: Stored, chain: Chain, *, now: float) -> Stored:
         """`chain` goes on from `stored.chain`: record it, so that it is taken back with what `stored` added.

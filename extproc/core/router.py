@@ -146,6 +146,7 @@ class Router:
             promised=chosen.matched_tokens,
             prompt_tokens=request.prompt_tokens,
             computed=computed,
+            now=now,
         )
         if not computed and outcome.end is not End.LOST:
             pool.take_back(node.id, ticket.stored)

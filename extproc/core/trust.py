@@ -32,9 +32,9 @@ _NOISE = 0.05
 """An over-promise up to that is what windows that do not agree can make."""
 
 _MIN_CAPACITY = 0.1
-_SHRINK, _GROW, _SHRINK_AT = 0.5, 1.05, 0.1
+_SHRINK, _GROW, _MAX_GROW, _SHRINK_AT = 0.5, 1.05, 1.25, 0.1
 """A map that promises too much is too large: at worst halved with each window, it is a tenth within 20 s, and needs
-four minutes to grow back."""
+up to four minutes to grow back: less where more is found than was promised."""
 
 
 class Trust:
@@ -122,10 +122,12 @@ class Trust:
         self.over += _WEIGHT * (max(over, 0.0) - self.over)
         self._steep = self._steep + 1 if over > _STEEP else 0
         if RUNGS[rung] is not Rung.EVENTS:
-            if over > _SHRINK_AT:
-                self.capacity = max(self.capacity * max(1.0 - over, _SHRINK), _MIN_CAPACITY)
+            # one window's alone may be chance, unless it is large
+            shrink = over if over > _BAD else self.over
+            if over > _NOISE and shrink > _SHRINK_AT:
+                self.capacity = max(self.capacity * max(1.0 - shrink, _SHRINK), _MIN_CAPACITY)
             elif over < _NOISE:
-                self.capacity = min(self.capacity * _GROW, 1.0)
+                self.capacity = min(self.capacity * max(_GROW, min(1.0 - over, _MAX_GROW)), 1.0)
         if self._steep > 1 or (self._judged >= _MIN_JUDGED and self.error > _BAD):
             last = RUNGS[rung] is Rung.LOAD or (RUNGS[rung] is Rung.HASH and self.hits >= _USELESS)
             if not last:

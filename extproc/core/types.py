@@ -27,6 +27,17 @@ class Node:
     """Which data-parallel rank of the engine at `address`, where each has a cache of its own."""
 
 
+class Answered(NamedTuple):
+    """What the model answered to the turn before, where it stands in this turn's prompt. Tokens."""
+
+    turn: int
+    """The name of the turn before: see InferenceRequest."""
+    begin: int
+    """The length of its prompt."""
+    end: int
+    """As much of this prompt its engine has computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """What the router knows of one request: its prompt as block hashes, and how long it is."""
@@ -46,6 +57,9 @@ class InferenceRequest:
     """Salted hash of what the client says its session is: a hint, never a replacement for the match."""
     adapter: str | None = None
     """The LoRA adapter that it asks for; None: the base model."""
+    turn: int | None = None
+    """Salted hash: a name for its prompt, by which the next turn tells what was answered. None: no turn will."""
+    answered: Answered | None = None
 
     @property
     def matchable(self) -> bool:
@@ -239,6 +253,8 @@ class Stored(NamedTuple):
     """What is known of the node was begun anew since where that is another now."""
     ahead: int | None = None
     """The blocks from there on count as in flight; None: none does."""
+    answer: Chain = b""
+    """What stands for the answer, until the next turn tells what it was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from xxhash import xxh3_128_digest
 
 from extproc.core.blocks import TOKEN_BYTES, Mark, beginning, extend
 from extproc.core.prompt import Chat, Text
-from extproc.core.types import Chain
+from extproc.core.types import Answered, Chain
 from extproc.tokens.growth import Growth, weight
 from extproc.tokens.memo import Entry, Memo
 from extproc.tokens.tokenizer import Tokenizer
@@ -115,6 +115,10 @@ class Job:
         else:
             self._keys.append(xxh3_128_digest(self._root(prompt.add_special_tokens)))
             self.text_bytes = self.fresh_bytes = len(prompt.text.encode("utf-8", "surrogatepass"))
+        self.turn: int | None = None
+        """A name for the prompt, where what is answered to it can be found in the next turn's."""
+        self.answered: Answered | None = None
+        """What was answered to the turn before."""
         self._expected = self._mark.length / TOKEN_BYTES + self.fresh_bytes / encoder.bytes_per_token
 
     @property
@@ -171,9 +175,16 @@ class Job:
         more = None if growth is None or not growth.sure else growth.more(chat, self._known)
         if more is None or more.behind != entry.behind:
             return False
-        self._encode(more.text[: more.fence])
-        self._keep(more.left)
-        self._close(chat, more.text[more.fence :])
+        begin = 0
+        if more.answer and entry.asked:
+            self._encode(more.text[: more.answer])
+            begin = more.answer
+            # without the token before the fence, which ends an answer: engines do not compute the last one
+            end = self._mark.length // TOKEN_BYTES - 1
+            if end > entry.asked and not self.short:
+                self.answered = Answered(_name(self._keys[self._known]), entry.asked, end)
+        self._encode(more.text[begin : more.fence])
+        self._end(chat, more.left, more.text[more.fence :])
         self.continued = True
         return True
 
@@ -187,21 +198,23 @@ class Job:
         if more is not None and text.endswith(more.text):
             fence = len(text) - len(more.text)
             self._whole(text[:fence], special=chat.add_special_tokens, ends=False)
-            self._keep(more.left)
-            self._close(chat, text[fence:])
+            self._end(chat, more.left, text[fence:])
         else:
             self._whole(text, special=chat.add_special_tokens)
 
-    def _close(self, chat: Chat, rest: str) -> None:
+    def _end(self, chat: Chat, behind: int, rest: str) -> None:
+        """`rest` ends the prompt. Remember the conversation up to here, a fence: its next turn goes on from it."""
+        mark, chains = self._mark, tuple(self.chains().values())
         self._encode(rest)
         if chat.add_special_tokens:
             self._add(self.encoder.tokenizer.end)
-
-    def _keep(self, behind: int) -> None:
-        """Remember the conversation up to here: its next turn goes on from it."""
-        if self._memo is not None and not self.short:
-            chains = tuple(self.chains().values())
-            self._memo.put(self._keys[-1], Entry(self._mark, chains, behind))
+        if self.short:
+            return
+        asked = 0
+        if chat.add_generation_prompt and self.encoder.growth is not None and self.encoder.growth.keeps_answers:
+            self.turn, asked = _name(self._keys[-1]), self._mark.length // TOKEN_BYTES
+        if self._memo is not None:
+            self._memo.put(self._keys[-1], Entry(mark, chains, behind, asked))
 
     def _whole(self, text: str, *, special: bool, ends: bool = True) -> None:
         """Text from the start of the prompt, a piece at a time; what the memo has is not encoded again."""
@@ -248,6 +261,10 @@ class Job:
             # in this order: another thread may look in between, and more hashes than the mark says do no harm
             self._parts.append(chains)
             self._mark = mark
+
+
+def _name(key: bytes) -> int:
+    return int.from_bytes(key[:8])
 
 
 def _continues(encoder: Encoder, chat: Chat) -> bool:

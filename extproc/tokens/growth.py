@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+from cachetools import LRUCache
+
 from extproc.core.prompt import Chat, Message
 from extproc.tokens.conversation import prepare
 from extproc.tokens.template_files import Templates
@@ -15,6 +18,9 @@ _FAR = 3
 
 _RENDER_S = 1.0
 """More than any template needs; a thread may be kept that long by a template that is broken."""
+
+_OPTIONS = 64
+"""Clients send what they like as options, mostly the same ones."""
 
 _NEAR = 8
 """Messages since the last question that a window holds whole; of more, the question and the last turn."""
@@ -30,6 +36,9 @@ class More(NamedTuple):
     fence: int
     """The last fence of all messages, in `text`; behind it are `left` characters more, and the generation prompt."""
     left: int
+    answer: int = 0
+    """The last fence of what the model answered to what was known, in `text`; 0: it did not, or what it wrote is not
+    what stands there now."""
 
 
 class Growth:
@@ -50,8 +59,14 @@ class Growth:
         self._templates = templates
         self._last_fence = last_fence
         self._clock = clock
+        self.keeps_answers = False
+        """Is what the model wrote in the next turn's prompt as it wrote it? Not where old thoughts are dropped."""
+        self._opens: LRUCache[bytes, bool] = LRUCache(_OPTIONS)
+        """By a request's options: does an answer begin with what asks for it?"""
         self.sure = True
         self.sure = all(self._grows(messages, tools) for messages in _PROBES for tools in (None, _TOOLS))
+        thoughtful = _try(partial(self.whole, Chat(_TALK, list, _none)))
+        self.keeps_answers = thoughtful is not None and _THOUGHT in thoughtful
 
     def day(self) -> str:
         """What a prompt depends on beside its request; see Templates."""
@@ -71,12 +86,30 @@ class Growth:
             before = self._render(chat, base, False, tools)
             closed = before if known == len(chat.messages) else self._render(chat, messages, False, tools)
             text = self._render(chat, messages, True, tools) if chat.add_generation_prompt else closed
+            answered = self._answered(chat, base, known, tools)
         except ValueError:  # of the window only: the whole may be rendered all the same
             return None
         start, end = self._last_fence(before), self._last_fence(closed)
         if not start or not text.startswith(closed) or not closed.startswith(before):
             return None
-        return More(len(before) - start, text[start:], end - start, len(closed) - end)
+        answer = 0
+        if answered is not None and closed.startswith(answered):
+            answer = max(self._last_fence(answered) - start, 0)
+        return More(len(before) - start, text[start:], end - start, len(closed) - end, answer)
+
+    def _answered(self, chat: Chat, base: list[Any], known: int, tools: list[Any] | None) -> str | None:
+        """`base` and what the model answered to it, where it did, and where that is kept as it wrote it."""
+        end = known
+        while end < len(chat.messages) and _speaks(chat.messages[end]):
+            end += 1
+        if end == known or not self.keeps_answers:
+            return None
+        answered = self._render(chat, [*base, *chat.messages[known:end]], False, tools)
+        options = msgspec.json.encode(chat.options)
+        opens = self._opens.get(options)
+        if opens is None:
+            opens = self._opens[options] = answered.startswith(self._render(chat, base, True, tools))
+        return answered if opens else None
 
     def _render(
         self, chat: Chat, messages: Sequence[Any], generation: bool, tools: list[Any] | None, final: bool = False
@@ -143,13 +176,14 @@ def _answer(text: str) -> Message:
     return {"role": "assistant", "content": text, "reasoning": f"about {text}", "reasoning_content": f"about {text}"}
 
 
+_THOUGHT = "<think>\nsix\n</think>\n\nseven"
 _TALK: list[Message] = [
     {"role": "user", "content": " one "},
     _answer("two"),
     {"role": "user", "content": "three"},
     {"role": "assistant", "content": "four\n"},
     {"role": "user", "content": "five"},
-    {"role": "assistant", "content": "<think>\nsix\n</think>\n\nseven"},
+    {"role": "assistant", "content": _THOUGHT},
     {"role": "user", "content": "eight"},
 ]
 _WORK: list[Message] = [

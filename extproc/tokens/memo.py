@@ -22,6 +22,8 @@ class Entry(NamedTuple):
     """Of all blocks so far, or of those since the entry before: as the key says."""
     behind: int = 0
     """Characters of the rendered text behind the place; they are encoded with what follows."""
+    asked: int = 0
+    """Tokens of the whole prompt, where it asked for an answer."""
 
 
 def _size(entry: Entry) -> int:

@@ -38,20 +38,22 @@ from tests.integration.running import CONFIGURATIONS, FILE_PORTS, OPTIONS
 
 REQUESTS = 500
 AT_ONCE = 8
-EACH = 2
-"""Conversations that one client holds turn about: all together need about what the caches have room for."""
+EACH = 1
+"""Conversations that one client holds turn about. With two, those that are open need what the caches have room for."""
 TURNS = 6
 SYSTEMS, SYSTEM_WORDS = 4, 60
 QUESTION_WORDS = (5, 15, 40)
 ANSWER_TOKENS = (64, 256)
 BLOCK_TOKENS, BLOCKS = 32, 256
-REQUIRED, REQUIRED_OF_KEPT = 0.8, 0.9
-"""Floors that held on two busy cores; the aims are 0.95 and 0.99."""
+REQUIRED, REQUIRED_OF_KEPT = 0.93, 0.97
+"""The aims are 0.95 and 0.99: a busy machine tells of evictions late."""
+REQUIRED_WITHOUT_EVENTS, MOST_AWAY = 0.87, 0.1
+"""The aims are 0.9, and 10 % of any node's tokens."""
 BEFORE_KILL = 60
 SHARE = 0.3
 """Of the requests: what a restarted node of two has again soon."""
 NODES = ("node-1", "node-2")
-SERVED = "thinking"
+SERVED = "parts"
 SESSION = "x-session-id"
 
 VLLM = (
@@ -374,15 +376,18 @@ async def test_without_events_what_was_sent_is_near_what_the_engines_find(fleet:
         await _load(router, iter(range(REQUESTS)), seed=1000)
         await router.settled()
         rungs = {node: router.rung(node).value for node in NODES}
-    served = router.served()
+    served, errors = router.served(), {}
     REPORT.figures.append(_figures("events off", router, 2, began_s))
     for node in NODES:
         there = [each for each in served if each.node == node]
         tokens = sum(each.prompt_tokens for each in there)
-        error, mean = sum(abs(each.away) for each in there) / tokens, sum(each.away for each in there) / tokens
+        mean = sum(each.away for each in there) / tokens
+        error = errors[node] = sum(abs(each.away) for each in there) / tokens
         REPORT.figures.append(f"  {node} ({rungs[node]}): {error:.1%} of its tokens away, {mean:+.1%} in the mean")
     REPORT.figures += [f"  {each}" for each in _worst(served)]
     assert not router.failed
+    assert _within(served, 2) >= REQUIRED_WITHOUT_EVENTS
+    assert max(errors.values()) <= MOST_AWAY
 
 
 async def test_an_engine_that_is_killed_and_comes_back(fleet: Fleet, tmp_path: Path) -> None:

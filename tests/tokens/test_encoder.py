@@ -140,6 +140,63 @@ def test_a_turn_is_continued_from_the_one_before(kind: str) -> None:
     assert job.continued
 
 
+answers = st.lists(
+    st.one_of(words.map(lambda text: [{"role": "assistant", "content": text}]), st.just([])), min_size=1, max_size=4
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(first=texts, answers=answers, special=st.booleans())
+def test_what_was_answered_is_found_in_the_next_turn(
+    kind: str, first: str, answers: list[list[Message]], special: bool
+) -> None:
+    encoder = encoder_of(kind)
+    talk: list[Message] = [{"role": "user", "content": first}]
+    before = read(encoder, chat(talk, add_special_tokens=special))
+    for answer in answers:
+        talk += [*answer, {"role": "user", "content": "and"}]
+        turn = read(encoder, chat(talk, add_special_tokens=special))
+        assert turn.turn not in (None, before.turn)
+        # what an engine has of it: the prompt, and what it sampled and fed back to itself
+        written = encoder.tokenizer.encode(answer[0]["content"]) if answer else b""
+        if not turn.continued or special or not answer:
+            assert not answer or turn.continued or turn.answered is None
+        else:
+            assert turn.answered is not None
+            assert (turn.answered.turn, turn.answered.begin) == (before.turn, before.tokens)
+            assert abs(turn.answered.end - before.tokens - len(written) // TOKEN_BYTES) <= 1
+        before = turn
+
+
+@pytest.mark.parametrize(
+    ("options", "generation", "second"),
+    [
+        ({"enable_thinking": False}, True, "assistant"),  # the answer does not begin with what asked for it
+        ({}, False, "assistant"),
+        ({}, True, "user"),
+    ],
+)
+def test_no_answer_is_found_where_the_engine_wrote_something_else(
+    options: dict[str, Any], generation: bool, second: str
+) -> None:
+    encoder = encoder_of("qwen2", CHATML.replace("assistant\n", "assistant\n{% if enable_thinking is false %}<t>{% endif %}"))
+    talk = [{"role": "user", "content": "one"}]
+    read(encoder, chat(talk, options=options, add_generation_prompt=generation))
+    talk += [{"role": second, "content": "some words"}, {"role": "user", "content": "two"}]
+    turn = read(encoder, chat(talk, options=options))
+    assert (turn.continued, turn.answered) == (True, None)
+
+
+def test_where_old_thoughts_are_dropped_no_turn_has_a_name() -> None:
+    encoder = encoder_of("qwen2", CHATML.replace("m.content", "m.content.split('</think>')[-1]"))
+    talk = [{"role": "user", "content": "one"}]
+    assert read(encoder, chat(talk)).turn is None
+    talk += [{"role": "assistant", "content": "some words"}, {"role": "user", "content": "two"}]
+    turn = read(encoder, chat(talk))
+    assert (turn.continued, turn.turn, turn.answered) == (True, None, None)
+
+
 CHAT = ("tools", "options", "add_special_tokens")
 TOOL = {"type": "function", "function": {"name": "f"}}
 
