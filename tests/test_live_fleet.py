@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -185,14 +186,43 @@ async def test_each_rank_behind_an_address_is_a_node_of_its_own(tmp_path: Path) 
             assert (node_of(reply), mutated(reply)["x-data-parallel-rank"]) == (home, rank)
 
 
-async def test_a_feed_that_is_cut_falls_back_to_predictions(tmp_path: Path) -> None:
+FAULTS: dict[str, tuple[dict[str, object], int, float]] = {
+    "cut": ({"events": "cut"}, 3, 30.0),  # the replay has what was missed
+    "delayed 10 s": ({"events": "delay", "delay_s": 10.0}, 3, 40.0),
+    "duplicated": ({"events": "duplicate"}, 3, 30.0),
+    "reordered": ({"events": "reorder"}, 3, 30.0),
+    "cut, replay refused": ({"events": "cut", "replay": "refuse"}, 2, 60.0),
+    "cut, replay with the same gap for ever": ({"events": "cut", "replay": "gap"}, 2, 60.0),
+}
+"""What goes wrong, the rung on which the node ends, and how long that may take on a busy machine."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_whatever_happens_to_a_feed_its_node_ends_on_the_rung_that_fits(fault: str, tmp_path: Path) -> None:
+    faults, rung, within_s = FAULTS[fault]
     async with fleet(tmp_path) as found:
         url = f"http://127.0.0.1:{found.nodes['n1'].port}/fault"
-        async with found.app.http.post(url, data=json.dumps({"events": "cut", "replay": "refuse"})) as answer:
-            assert answer.status == 200
-        await found.compute("n1", chat(prose(3000), max_tokens=1))
-        async with found.app.http.post(url, data=json.dumps({"events": "ok", "replay": "refuse"})) as answer:
-            assert answer.status == 200
-        await found.compute("n1", chat(prose(3000, about="b"), max_tokens=1))  # the gap shows
-        await found.rung("n1", 2)
+
+        async def set_faults(**values: object) -> None:
+            async with found.app.http.post(url, data=json.dumps(values)) as answer:
+                assert answer.status == 200
+
+        blocks = (await found.compute("n1", chat(prose(3000, about="z"), max_tokens=1)))["usage"][
+            "prompt_tokens"
+        ] // BLOCK
+        await found.blocks("n1", blocks)
+        await set_faults(**faults)
+        for about in "abc":
+            usage = (await found.compute("n1", chat(prose(3000, about=about), max_tokens=1)))["usage"]
+            blocks += usage["prompt_tokens"] // BLOCK
+        began_s = time.monotonic()
+        if "cut" in fault:
+            await set_faults(replay=faults.get("replay", "ok"))  # events go on, and the gap shows
+            await found.compute("n1", chat(prose(3000, about="d"), max_tokens=1))
+        if rung == 3:  # then it knows all of it in the end
+            await found.blocks("n1", int(0.8 * blocks))
+        await found.rung("n1", rung)
+        took_s = time.monotonic() - began_s
+        print(f"{fault}: rung {rung} after {took_s:.1f} s")
+        assert took_s < within_s
         await found.rung("n2", 3)
