@@ -34,6 +34,7 @@ from extproc.models import Models
 from extproc.policies.least_ttft import LeastTtft
 from extproc.reader import Reader
 from extproc.reading import Interpreter, ReadingSettings
+from extproc.recording import Recorder
 from extproc.server import ExtProc, Settings
 from extproc.sources.kv_events import KvFeed
 from extproc.sources.scraper import Scraper, ScrapeSettings
@@ -73,7 +74,7 @@ def apply_pools(pools: dict[str, Pool], config: Config) -> None:
         made = pool is None or (pool.block_tokens, pool.exact) != (model.block_tokens, exact)
         if pool is None or made:
             fleet = Fleet(
-                PrefillRate(model.prefill_tokens_per_s),
+                PrefillRate(model.prefill_tokens_per_s, attention_tokens=model.attention_tokens),
                 limits=_limits(config),
                 price_weight=config.policy.price_weight,
             )
@@ -82,8 +83,9 @@ def apply_pools(pools: dict[str, Pool], config: Config) -> None:
         pool.cache_tokens = model.cache_tokens
         pool.fleet.limits = _limits(config)
         pool.fleet.price_weight = config.policy.price_weight
-        if pool.fleet.rate.configured != model.prefill_tokens_per_s:
-            pool.fleet.rate = PrefillRate(model.prefill_tokens_per_s)
+        rate = pool.fleet.rate
+        if (rate.configured, rate.attention_tokens) != (model.prefill_tokens_per_s, model.attention_tokens):
+            pool.fleet.rate = PrefillRate(model.prefill_tokens_per_s, attention_tokens=model.attention_tokens)
         pool.lora_load_s = model.lora_load_s
         if not model.predict_answers:
             pool.answers = None
@@ -135,7 +137,8 @@ def reading_settings_of(config: Config, *, salt: int) -> ReadingSettings:
 class App:
     """One process: `run` serves until SIGTERM or SIGINT, and returns when everything has ended."""
 
-    def __init__(self, config: Config, path: Path | None) -> None:
+    def __init__(self, config: Config, path: Path | None, *, record: Path | None = None) -> None:
+        """`record`: the file to record to, whatever later configurations say; RecordingError when it cannot be."""
         settle_environment()
         check(config)
         self.config = self._started_with = config
@@ -146,7 +149,11 @@ class App:
         self.router = Router(pools, ticket_ttl_s=config.server.ticket_ttl_s, ticket_prefix=f"{secrets.token_hex(4)}-")
         self._tracing: TracerProvider | None = span_exporting() if traces_wanted(config.telemetry) else None
         tracer = None if self._tracing is None else self._tracing.get_tracer("kvaffinity")
-        self.telemetry = Telemetry(self.router, tracer)
+        self._recorder: Recorder | None = None
+        if record is not None:
+            self._recorder = Recorder(record, started_at_s=time.time(), now=time.monotonic())
+            log.info("recording to %s", record)
+        self.telemetry = Telemetry(self.router, tracer, self._recorder)
         self._parsers = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._threads = ThreadPoolExecutor(config.server.tokenizer_threads, thread_name_prefix="tokenize")
         memo = Memo(config.server.memo_bytes)
@@ -164,6 +171,13 @@ class App:
 
     async def run(self) -> None:
         """Serve until told to stop; OSError when a port cannot be had."""
+        try:
+            await self._serve()
+        finally:
+            if self._recorder is not None:
+                await asyncio.to_thread(self._recorder.close)
+
+    async def _serve(self) -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -301,6 +315,7 @@ class App:
 
         async def healthz(_: web.Request) -> web.Response:
             state = {"ready": self._ready, "models": self.models.status(), "sources": self._fleets.status()}
+            state["recording"] = None if self._recorder is None else self._recorder.status()
             return web.json_response(state, status=200 if self._ready else 503)
 
         pages = web.Application()

@@ -13,8 +13,11 @@ from extproc.config import ConfigError, load
 
 _LABORATORY = {
     "bench": ("extproc.lab.bench", "Measure what an ext_proc server adds to a request, and the core alone."),
+    "compare": ("extproc.lab.peers.compare", "Send the same load through this router and through other ones."),
     "demo": ("extproc.lab.demo", "Compare round robin and kvaffinity on four simulated nodes."),
     "node": ("extproc.lab.node", "Run a simulated node: an OpenAI server with a real prefix cache."),
+    "replay": ("extproc.lab.replay.replay", "Replay a trace on a simulated fleet, through ours and the peers' rules."),
+    "suite": ("extproc.lab.replay.suite", "Judge the policy in a listed set of traces, loads and fleets."),
 }
 
 
@@ -51,13 +54,18 @@ def main() -> None:
 @click.option(
     "--log-level", default="INFO", show_default=True, type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"])
 )
-def serve(path: Path, log_level: str) -> None:
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Append every routed request to this file, for `kvaffinity replay`: hashes, lengths and times, no text.",
+)
+def serve(path: Path, log_level: str, record: Path | None) -> None:
     """Serve ext_proc, the access log and gRPC health until SIGTERM. SIGHUP, or a changed file, reloads it."""
     from extproc.app import App
 
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(App(load(path), path).run())
+        asyncio.run(App(load(path), path, record=record).run())
     except (ConfigError, OSError) as error:
         raise click.ClickException(str(error)) from error
 

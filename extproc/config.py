@@ -207,6 +207,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Size of a node's prefix cache until the node says so itself."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] = 10_000.0
     """Where the estimate starts; it is then learnt, within a factor of 16."""
+    attention_tokens: Annotated[float, msgspec.Meta(gt=0)] = 100_000.0
+    """Behind so much context a token costs twice what it costs at the start of a prompt."""
     ranks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Data-parallel ranks behind each address; each is a node with a cache of its own."""
     predict_answers: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from opentelemetry.context import Context
@@ -13,12 +13,14 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from extproc.core.router import Router
-from extproc.core.types import Rung, Settled, Ticket
+from extproc.core.types import Settled, Ticket
+from extproc.gauges import State
 from extproc.reading import Cause, Phases
+from extproc.recording import Recorder
 from extproc.server import ExtProc
 from extproc.sources.kv_events import KvFeed
 from extproc.sources.scraper import Scraper
@@ -26,7 +28,6 @@ from extproc.wire.exchange import Exchange
 
 _COUNTED_AT_ONCE = 64
 _EXACT = ("approximate", "exact")
-_RUNGS = {Rung.EVENTS: 3, Rung.PREDICTED: 2, Rung.HASH: 1, Rung.LOAD: 0}
 
 _MS = 0.001
 _PHASE_BUCKETS = tuple(n * _MS for n in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 250, 1000))
@@ -97,13 +98,15 @@ COUNTED: dict[str, tuple[Callable[..., Any], tuple[str, ...], str, tuple[float, 
 
 
 class Telemetry:
-    """The observer of the server; decisions are put aside and counted many at a time."""
+    """The observer of the server; decisions are put aside and counted many at a time. What is settled goes on to the
+    recorder, where there is one."""
 
-    def __init__(self, router: Router, tracer: Tracer | None) -> None:
+    def __init__(self, router: Router, tracer: Tracer | None, recorder: Recorder | None = None) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a line more for each counter that nobody plots
         self.registry = CollectorRegistry()
         self._router = router
         self._tracer = tracer
+        self._recorder = recorder
         self._propagator = TraceContextTextMapPropagator()
         made: dict[str, Any] = {}
         for name, (kind, labels, description, buckets) in COUNTED.items():
@@ -123,7 +126,7 @@ class Telemetry:
         feeds: KvFeed | None = None,
     ) -> None:
         """Show the state of the fleet, of the server and of the sources as well."""
-        self.registry.register(_State(self._router, ext_proc, clock, scraper, feeds))
+        self.registry.register(State(self._router, ext_proc, clock, scraper, feeds, self._recorder))
 
     def page(self) -> bytes:
         """The Prometheus page."""
@@ -209,6 +212,8 @@ class Telemetry:
             ttft.observe(outcome.client_ttft_s)
         if outcome.engine_ttft_s is not None and outcome.answered:
             engine_ttft.observe(outcome.engine_ttft_s)
+        if self._recorder is not None:
+            self._recorder.settled(settled)
 
     def unknown_ticket(self) -> None:
         self._made["unknown_tickets"].inc()
@@ -268,136 +273,6 @@ class _Collected(Collector):
 
     def collect(self) -> list[Metric]:
         return self._families
-
-
-class _State(Collector):
-    """Gauges that are read when the page is asked for."""
-
-    def __init__(
-        self,
-        router: Router,
-        ext_proc: ExtProc,
-        clock: Callable[[], float],
-        scraper: Scraper | None,
-        feeds: KvFeed | None,
-    ) -> None:
-        self._router, self._ext_proc, self._clock = router, ext_proc, clock
-        self._scraper, self._feeds = scraper, feeds
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        now = self._clock()
-        per_node = {
-            name: GaugeMetricFamily(f"kvaffinity_{name}", description, labels=("pool", "node"))
-            for name, description in {
-                "in_flight_requests": "Sent to a node and not settled.",
-                "in_flight_tokens": "Uncached prompt tokens sent to a node and not settled.",
-                "recent_work_seconds": "Uncached work sent to a node in the last minute (decayed).",
-                "prefix_blocks": "Blocks that a node is believed to hold.",
-                "waiting": "Requests waiting in the engine, as scraped.",
-                "running": "Requests running in the engine, as scraped.",
-                "kv_usage": "Share of the KV cache that running requests hold, as scraped.",
-                "sample_age_seconds": "Age of the last scrape.",
-                "rung": "What it is believed to hold is taken from: 3 events, 2 predictions, 1 hash, 0 nothing.",
-                "trust": "What a token that it is believed to hold is worth, 0 to 1.",
-            }.items()
-        }
-        skew = GaugeMetricFamily(
-            "kvaffinity_node_skew", "Recent uncached work, busiest node over mean; 1 is even.", labels=("pool",)
-        )
-        rate = GaugeMetricFamily(
-            "kvaffinity_prefill_tokens_per_second", "Learnt prefill rate of a node of weight 1.", labels=("pool",)
-        )
-        price = GaugeMetricFamily(
-            "kvaffinity_price",
-            "Factor on own prefill for what it costs the requests that come after.",
-            labels=("pool",),
-        )
-        for name, pool in self._router.pools.items():
-            fleet = pool.fleet
-            work = fleet.work_s(now=now)
-            if work and sum(work.values()) > 0:
-                skew.add_metric((name,), max(work.values()) * len(work) / sum(work.values()))
-            rate.add_metric((name,), fleet.rate.tokens_per_s)
-            price.add_metric((name,), fleet.price(now=now))
-            samples, in_flight = fleet.samples(), fleet.in_flight()
-            for node, sample in samples.items():
-                labels = (name, node)
-                requests, tokens = in_flight[node]
-                per_node["in_flight_requests"].add_metric(labels, requests)
-                per_node["in_flight_tokens"].add_metric(labels, tokens)
-                per_node["recent_work_seconds"].add_metric(labels, work[node])
-                per_node["prefix_blocks"].add_metric(labels, pool.blocks(node))
-                per_node["rung"].add_metric(labels, _RUNGS[pool.rung(node)])
-                per_node["trust"].add_metric(labels, pool.trust(node))
-                if sample is None:
-                    continue
-                per_node["sample_age_seconds"].add_metric(labels, now - sample.at_s)
-                for key in ("waiting", "running", "kv_usage"):
-                    value = getattr(sample, key)
-                    if value is not None:
-                        per_node[key].add_metric(labels, value)
-        yield from per_node.values()
-        yield from (skew, rate, price)
-        reader = self._ext_proc.reader
-        mismatches = GaugeMetricFamily(
-            "kvaffinity_continuation_mismatches",
-            "Continued conversations that were found to differ from what they are when read anew.",
-            labels=("pool",),
-        )
-        faults = GaugeMetricFamily(
-            "kvaffinity_pool_fault",
-            "1 where a tokenizer could not be loaded or the self-test failed; /healthz says what it is.",
-            labels=("pool",),
-        )
-        for name, encoder in reader.interpreter.encoders.items():
-            mismatches.add_metric((name,), encoder.mismatches)
-        for name in self._router.pools:
-            faults.add_metric((name,), name in reader.faults)
-        yield from (mismatches, faults)
-        yield from self._sources()
-        for key, description, value in (
-            ("tickets", "Routed requests whose outcome is not known yet.", len(self._router)),
-            ("streams", "Exchanges in hand.", self._ext_proc.streams),
-            ("held_bytes", "Heads in hand.", self._ext_proc.held_bytes),
-            ("tokenizer_backlog_bytes", "Text that waits for a thread to tokenize it.", reader.waiting_bytes),
-        ):
-            yield GaugeMetricFamily(f"kvaffinity_{key}", description, value=value)
-
-    def _sources(self) -> Iterator[Metric]:
-        if self._scraper is not None:
-            yield GaugeMetricFamily(
-                "kvaffinity_scrape_interval_seconds", "How often nodes are scraped now.", value=self._scraper.interval_s
-            )
-            counts = self._scraper.counts
-            failures = CounterMetricFamily(
-                "kvaffinity_scrape_failures", "Scrapes in vain, by cause.", labels=("cause",)
-            )
-            for cause, number in counts.failures.items():
-                failures.add_metric((cause,), number)
-            yield failures
-            for name, description, value in (
-                ("scrapes", "Pages read.", counts.scrapes),
-                ("unknown_pages", "Pages of no engine that is known.", counts.unknown_pages),
-                ("engine_restarts", "Restarts of engines that scrapes noticed.", counts.restarts),
-            ):
-                yield CounterMetricFamily(f"kvaffinity_{name}", description, value=value)
-        if self._feeds is not None:
-            messages = CounterMetricFamily(
-                "kvaffinity_kv_events", "KV event messages, by what came of them.", labels=("what",)
-            )
-            for what, number in self._feeds.counters().items():
-                messages.add_metric((what,), number)
-            lag = GaugeMetricFamily(
-                "kvaffinity_kv_event_lag_seconds",
-                "How late events come, against the promptest.",
-                labels=("pool", "node"),
-            )
-            for endpoint, status in self._feeds.statuses().items():
-                lag.add_metric((endpoint.pool, endpoint.node), status.lag_s)
-            yield from (messages, lag)
 
 
 def span_exporting(exporter: SpanExporter | None = None) -> TracerProvider:

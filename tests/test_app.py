@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,7 @@ async def served(
     model: str = "",
     nodes: tuple[str, ...] = ("n1", "n2"),
     variables: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> AsyncIterator[Served]:
     listen = listen or f"127.0.0.1:{free_port()}"
     pages = f"127.0.0.1:{free_port()}"
@@ -113,7 +114,7 @@ async def served(
     path.write_text(config(listen, pages, *nodes, server=server, model=model))
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "extproc", "serve", "--config", str(path),
+            sys.executable, "-m", "extproc", "serve", "--config", str(path), *options,
             stdout=log, stderr=log, env=environment(variables or {}),
         )  # fmt: skip
     try:
@@ -251,7 +252,7 @@ async def test_a_port_in_use_is_a_clear_error_and_not_a_trace(tmp_path: Path, ta
         ports = {"listen": free_port(), "metrics_listen": free_port(), taken: port}
         path = tmp_path / "kvaffinity.toml"
         path.write_text(config(f"127.0.0.1:{ports['listen']}", f"127.0.0.1:{ports['metrics_listen']}", "n1"))
-        code, said = await _run("serve", "--config", str(path))
+        code, said = await run("serve", "--config", str(path))
     assert code == 1
     assert f"127.0.0.1:{port}" in said or f"'127.0.0.1', {port}" in said
     assert "Error: " in said.splitlines()[-1]
@@ -270,14 +271,14 @@ async def test_a_file_can_be_checked_without_serving(tmp_path: Path, text: str |
     path = tmp_path / "kvaffinity.toml"
     if text is not None:
         path.write_text(text)
-    checked, said = await _run("check", str(path))
+    checked, said = await run("check", str(path))
     assert checked == code
     assert re.search(says, said)
     if code:
-        assert (await _run("serve", "--config", str(path))) == (code, said)
+        assert (await run("serve", "--config", str(path))) == (code, said)
 
 
-async def _run(*command: str) -> tuple[int | None, str]:
+async def run(*command: str) -> tuple[int | None, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "extproc", *command,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment({}),

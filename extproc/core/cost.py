@@ -40,14 +40,17 @@ UTILISATION_CEILING = 0.95
 """Above it the queueing term would say nothing more than "everything is full": 2 * 0.95 / 0.05 = 38 times own work."""
 
 
-def price(work_s: float, *, window_s: float, capacity: float, weight: float) -> float:
+def price(work_s: float, *, window_s: float, capacity: float, weight: float, kv_usage: float = 0.0) -> float:
     """The factor on own prefill that pays for the waiting it causes: `1 + weight * rho / (1 - rho)`.
 
     `work_s`: decayed sum of uncached work sent to the fleet, in seconds of one node of weight 1; `capacity`: the
-    fleet's summed weights. rho is the share of the fleet's prefill capacity in use. The form is that of the mean wait
-    in a single-server queue; `weight` about 2 led or nearly led every workload it was simulated on.
+    fleet's summed weights; `kv_usage`: the share of the fleet's KV cache that running requests hold, in [0, 1]. rho is
+    the share in use of whichever is scarcer, prefill or KV cache: what a prompt does not find there it has to hold
+    beside what others hold, for as long as it runs. The form is that of the mean wait in a single-server queue;
+    `weight` about 2 led or nearly led every workload it was simulated on.
     """
-    rho = min(work_s / window_s / capacity, UTILISATION_CEILING) if capacity > 0 else UTILISATION_CEILING
+    rho = work_s / window_s / capacity if capacity > 0 else UTILISATION_CEILING
+    rho = min(max(rho, kv_usage), UTILISATION_CEILING)
     return 1.0 + weight * rho / (1.0 - rho)
 
 
@@ -57,22 +60,30 @@ class PrefillRate:
     Pooled over the nodes and taken only from requests that found their node idle: an estimate per node from all
     requests feeds back into who gets traffic, and skews it. The median of the last 64 samples, within a factor of
     `bound` of the configured rate.
+
+    Attention makes a token cost more the more stands before it: twice as much behind `attention_tokens` of context.
+    The rate is that of a token with nothing before it.
     """
 
     _MIN_TOKENS = 512  # shorter prompts measure the engine's fixed cost, not its rate
     _MIN_SAMPLES = 8
 
-    def __init__(self, configured: float, *, bound: float = 16.0) -> None:
+    def __init__(self, configured: float, *, attention_tokens: float = math.inf, bound: float = 16.0) -> None:
         self.configured = configured
+        self.attention_tokens = attention_tokens
         self._bound = bound
         self._samples: deque[float] = deque(maxlen=64)
         self.tokens_per_s = configured
 
-    def observe(self, uncached_tokens: int, engine_ttft_s: float) -> None:
+    def work(self, uncached_tokens: int, prompt_tokens: int) -> float:
+        """The end of a prompt, as so many tokens with nothing before them."""
+        return uncached_tokens * (1.0 + (prompt_tokens - 0.5 * uncached_tokens) / self.attention_tokens)
+
+    def observe(self, uncached_tokens: int, engine_ttft_s: float, prompt_tokens: int = 0) -> None:
         """One answer of an idle node of weight 1."""
         if uncached_tokens < self._MIN_TOKENS or engine_ttft_s <= 0.0:
             return
-        self._samples.append(uncached_tokens / engine_ttft_s)
+        self._samples.append(self.work(uncached_tokens, max(prompt_tokens, uncached_tokens)) / engine_ttft_s)
         if len(self._samples) >= self._MIN_SAMPLES:
             median = statistics.median(self._samples)
             self.tokens_per_s = min(max(median, self.configured / self._bound), self.configured * self._bound)

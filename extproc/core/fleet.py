@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from extproc.core.cost import Fading, PrefillRate, price
@@ -15,6 +16,15 @@ _SUSPECT_S, _MAX_SUSPECT_S = 1.0, 30.0
 
 _LARGE = 1e100
 """Sums are brought back to size long before they overflow (after four hours)."""
+
+_REMEMBERED = 512
+"""Of the requests sent to one node lately: more that wait there count as others'."""
+_ON_ITS_WAY_S = 0.01
+"""What was sent so shortly before a scrape may not have been there."""
+
+_OVERFULL_WAITING, _OVERFULL_KV = 2.0, 0.1
+"""A node that is full is avoided where others are less so: it has that many times their mean waiting, or that much more
+of its cache in use. Where all are full, none is."""
 
 _FORGIVEN_S = 60.0
 """A node that stopped answering scrapes that long ago and still is in the fleet may have lost its metrics alone: it is
@@ -50,6 +60,26 @@ class _Standing:
     suspect_until_s: float = -math.inf
     """Requests sent there failed: until then it is avoided."""
     answered_at_s: float = -math.inf
+    sent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """When what was sent there last was sent, and its work in seconds, in that order."""
+
+    def queued_s(self, waiting: int, until_s: float, mean_s: float) -> float:
+        """How long its prefill will take, from `until_s` on, if so many requests were waiting then. `mean_s`: what one
+        is taken to be that we did not send."""
+        # Engines start requests in the order in which they come: those that wait are the last ones sent before then.
+        later_s = queued_s = begun_s = 0.0
+        for at_s, work_s in reversed(self.sent):
+            if at_s > until_s - _ON_ITS_WAY_S:
+                later_s += work_s
+            elif waiting:
+                waiting -= 1
+                queued_s += work_s
+            else:
+                begun_s = work_s
+                break
+        queued_s += waiting * mean_s
+        left_s = self.busy_until_s - until_s - queued_s - later_s
+        return min(max(left_s, 0.0), begun_s) + queued_s + later_s
 
 
 class Changes(NamedTuple):
@@ -98,6 +128,25 @@ class Reservation(NamedTuple):
         self.standing.suspect_until_s = -math.inf
 
 
+class _Mean:
+    """Of what nodes say; 0.0 where none does."""
+
+    __slots__ = ("_count", "_sum")
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: float | None, sign: int) -> None:
+        """One more, or (-1) one less."""
+        if value is not None:
+            self._sum += sign * value
+            self._count += sign
+
+    @property
+    def mean(self) -> float:
+        return max(self._sum, 0.0) / self._count if self._count else 0.0
+
+
 class Fleet:
     """Reserve at the choice, release at the outcome; in between the work drains at the node's prefill rate."""
 
@@ -112,6 +161,8 @@ class Fleet:
         self._count_sum = 0.0
         """Requests."""
         self._capacity = 0.0
+        self._usage = _Mean()
+        self._waiting = _Mean()
         self._left: list[_Standing] = []
         """Those that have requests in flight."""
 
@@ -128,6 +179,7 @@ class Fleet:
             old = standing.node
             if new is None or (new.address, new.rank) != (old.address, old.rank):
                 removed.append(old)
+                self._count(standing.sample, None)
                 self._left.append(standing)
                 del self._standings[node_id]
             else:
@@ -163,6 +215,10 @@ class Fleet:
         if standing is None:
             return False
         before, standing.sample = standing.sample, sample
+        self._count(before, sample)
+        if sample.waiting is not None:
+            mean_s = self._work_sum / self._count_sum / standing.node.weight if self._count_sum else 0.0
+            standing.busy_until_s = sample.at_s + standing.queued_s(sample.waiting, sample.at_s, mean_s)
         restarted = (
             before is not None
             and before.started_at_s is not None
@@ -173,12 +229,20 @@ class Fleet:
             standing.failures, standing.suspect_until_s = 0, -math.inf
         return restarted
 
+    def _count(self, before: LoadSample | None, after: LoadSample | None) -> None:
+        for sample, sign in ((before, -1), (after, 1)):
+            if sample is not None:
+                self._usage.add(sample.kv_usage, sign)
+                self._waiting.add(sample.waiting, sign)
+
     def candidates(self, matched: Mapping[NodeId, int], *, prompt_tokens: int, now: float) -> tuple[Candidate, ...]:
         """A snapshot in id order; `matched` in tokens, absent is 0. At least one token is always left to compute."""
         rate, limits = self.rate.tokens_per_s, self.limits
+        attention = 1.0 / self.rate.attention_tokens
         most = max(prompt_tokens - 1, 0)
         scale = self._fading.scale(now=now)
-        mean_own_s = self._work_sum / self._count_sum if self._count_sum else 0.0
+        full_waiting = max(limits.max_waiting, _OVERFULL_WAITING * self._waiting.mean)
+        full_usage = max(limits.max_kv_usage, min(self._usage.mean + _OVERFULL_KV, 1.0))
         found: list[Candidate] = []
         new = (
             tuple.__new__
@@ -199,9 +263,7 @@ class Fleet:
                     answered = standing.answered_at_s > sample.at_s + limits.stale_after_s
                     suspect = suspect or (age <= _FORGIVEN_S and not answered)
                 else:
-                    saturated = waiting >= limits.max_waiting or kv_usage >= limits.max_kv_usage
-                if waiting:  # more than we know of, when others send there too; it drains towards what we know
-                    wait_s = max(wait_s, waiting * mean_own_s / node.weight - age)
+                    saturated = waiting >= full_waiting or kv_usage >= full_usage
             found.append(
                 new(
                     Candidate,
@@ -210,7 +272,7 @@ class Fleet:
                         hit,
                         uncached,
                         wait_s if wait_s > 0.0 else 0.0,
-                        uncached / (rate * node.weight),
+                        uncached * (1.0 + (prompt_tokens - 0.5 * uncached) * attention) / (rate * node.weight),
                         standing.in_flight,
                         standing.work_sum / scale,
                         kv_usage,
@@ -235,7 +297,8 @@ class Fleet:
     def price(self, *, now: float) -> float:
         """See cost.price."""
         work_s = self._work_sum / self._fading.scale(now=now)
-        return price(work_s, window_s=WINDOW_S, capacity=self._capacity, weight=self.price_weight)
+        usage = self._usage.mean
+        return price(work_s, window_s=WINDOW_S, capacity=self._capacity, weight=self.price_weight, kv_usage=usage)
 
     def idle(self, node: NodeId, *, now: float) -> bool:
         """Nothing of ours is in flight or still to be prefilled there, and its last sample shows nothing either."""
@@ -244,10 +307,12 @@ class Fleet:
         quiet = sample is None or not (sample.waiting or sample.running)
         return quiet and not standing.in_flight and standing.busy_until_s <= now
 
-    def reserve(self, node: NodeId, tokens: int, *, now: float) -> Reservation:
-        """Put `tokens` of uncached work on `node`."""
+    def reserve(self, node: NodeId, tokens: int, *, now: float, prompt_tokens: int = 0) -> Reservation:
+        """Put `tokens` of uncached work on `node`: the end of a prompt of so many."""
         standing = self._standings[node]
-        work_s = tokens / (self.rate.tokens_per_s * standing.node.weight)
+        work = self.rate.work(tokens, max(prompt_tokens, tokens))
+        work_s = work / (self.rate.tokens_per_s * standing.node.weight)
+        standing.sent.append((now, work_s))
         until_s = standing.busy_until_s = max(standing.busy_until_s, now) + work_s
         standing.reserved_s += work_s
         standing.in_flight += 1

@@ -476,6 +476,7 @@ class Pool:
         known = self._known[node]
         if request.answered is not None and self.answers is not None:
             self.answers.saw(request.answered.end - request.answered.begin)
+        known.trust.begun(request.prompt_tokens)
         if request.adapter is not None:
             known.adapters.pop(request.adapter, None)
             known.adapters[request.adapter] = now
@@ -523,6 +524,7 @@ class Pool:
         if known is None:
             return
         self._land(known, stored)
+        known.trust.ended(prompt_tokens)
         if not computed:
             return
         # engines count a request's blocks as used when it ends, and what it computed last is the first to go

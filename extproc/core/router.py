@@ -65,7 +65,8 @@ class Router:
         stored = pool.send(node, request, now=now)
         if request.session is not None:
             pool.sessions.note(request.session, node, request.prompt_tokens, now=now)
-        reservation = fleet.reserve(node, decision.chosen.uncached_tokens, now=now)
+        uncached = decision.chosen.uncached_tokens
+        reservation = fleet.reserve(node, uncached, now=now, prompt_tokens=request.prompt_tokens)
         if name is None or name in self._tickets:
             self._count += 1
             name = f"{self._prefix}{self._count:x}"
@@ -161,7 +162,8 @@ class Router:
         # what a session lets expect is no prediction that an answer could be held against
         sure = computed and not chosen.session_tokens
         if ticket.idle and sure and outcome.end is End.SERVED and outcome.engine_ttft_s is not None:
-            pool.fleet.rate.observe(chosen.uncached_tokens, outcome.engine_ttft_s * node.weight)
+            ttft_s = outcome.engine_ttft_s * node.weight
+            pool.fleet.rate.observe(chosen.uncached_tokens, ttft_s, request.prompt_tokens)
         return Settled(ticket, outcome, elsewhere and outcome.routed)
 
 

@@ -9,7 +9,10 @@ RUNGS = (Rung.EVENTS, Rung.PREDICTED, Rung.HASH, Rung.LOAD)
 
 _WINDOW_S = 5.0
 """What was sent and what was counted do not begin and end together: over 25 scrapes that matters little."""
-_MAX_WINDOW_S = 60.0
+_MAX_WINDOW_S = 600.0
+_EDGES = 4
+"""The engine counts a prompt when it begins, we when it ends: a window in which as many times the prompts have ended as
+are on their way is one in which that matters little."""
 _MIN_TOKENS, _MIN_BLOCKS = 2_000, 4
 """Less is a prompt or two, of which the last block alone is some percent."""
 _SHARE = 0.7
@@ -57,12 +60,20 @@ class Trust:
         self._good_since_s: float | None = None
         self._judged_at_s: float | None = None
         self._begin: LoadSample | None = None
-        self._promised = self._tokens = 0
+        self._promised = self._tokens = self._open = 0
 
     @property
     def value(self) -> float:
         """What a promised token is worth, in [0, 1]: nothing at an over-promise of one half."""
         return 1.0 - min(max(self.over - _NOISE, 0.0) / (_STEEP - _NOISE), 1.0)
+
+    def begun(self, prompt_tokens: int) -> None:
+        """A prompt of ours is on its way."""
+        self._open += prompt_tokens
+
+    def ended(self, prompt_tokens: int) -> None:
+        """One that was begun is over, however that came."""
+        self._open = max(self._open - prompt_tokens, 0)
 
     def sent(self, promised: int, prompt_tokens: int) -> None:
         """The node computed a prompt of ours, of which it was taken to hold `promised`."""
@@ -71,7 +82,7 @@ class Trust:
 
     def anew(self) -> None:
         """What it holds is known from the start again: nothing speaks against it."""
-        self.depth = self._drops = 0
+        self.depth = self._drops = self._open = 0
         self._turn()
         self._restart(None)
 
@@ -88,7 +99,8 @@ class Trust:
         if queries < 0 or hits < 0:  # a restart
             self._restart(sample)
             return False
-        if span_s < _WINDOW_S or self._tokens < max(_MIN_TOKENS, _MIN_BLOCKS * block_tokens):
+        enough = max(_MIN_TOKENS, _MIN_BLOCKS * block_tokens, _EDGES * self._open)
+        if span_s < _WINDOW_S or self._tokens < enough:
             if span_s > _MAX_WINDOW_S:
                 self._restart(sample)
             return False

@@ -24,6 +24,8 @@ class LeastTtft:
     margin_s: float = 0.005
     margin_ratio: float = 0.02
     fallbacks: int = 2
+    in_flight_s: float = 0.003
+    saved_slack: float = 0.0
 
     def __call__(self, request: InferenceRequest, candidates: Sequence[Candidate], *, price: float) -> Decision:
         wait_s, best_matched = 0.0, 0
@@ -36,7 +38,9 @@ class LeastTtft:
             alive = [each for each in candidates if not each.suspect] or list(candidates)
             alive = [each for each in alive if not each.saturated] or alive
             inside = [each for each in alive if each.wait_s <= limit_s] or alive
-        costs = [each.wait_s + each.lora_s + price * each.prefill_s for each in inside]
+        costs = [
+            each.wait_s + each.lora_s + price * each.prefill_s + self.in_flight_s * each.in_flight for each in inside
+        ]
         least = min(costs)
         bound = least + self.margin_s + self.margin_ratio * least
         close = [i for i, cost in enumerate(costs) if cost <= bound]

@@ -199,9 +199,18 @@ def test_a_missing_sample_is_neither_idle_nor_saturated() -> None:
     ],
 )
 def test_saturation_is_what_a_fresh_sample_says(sample: LoadSample, now: float, saturated: bool) -> None:
-    fleet = fleet_of(A)
+    fleet = fleet_of(A, B)
     fleet.observe("a", sample)
+    fleet.observe("b", LoadSample(0.0, waiting=0, kv_usage=0.0))
     assert seen(fleet, now=now)["a"].saturated is saturated
+
+
+def test_where_all_are_full_none_is_saturated_but_one_that_is_fuller_by_far() -> None:
+    fleet = fleet_of(A, B)
+    for waiting, usage, full in ((20, 0.97, False), (45, 0.97, False), (100, 0.97, True)):
+        fleet.observe("a", LoadSample(0.0, waiting=waiting, kv_usage=usage))
+        fleet.observe("b", LoadSample(0.0, waiting=0 if full else 20, kv_usage=0.96))
+        assert seen(fleet, now=0.0)["a"].saturated is full
 
 
 def test_requests_that_wait_in_the_engine_are_work_that_others_sent() -> None:

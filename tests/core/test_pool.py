@@ -305,6 +305,7 @@ def test_a_session_lets_expect_nothing_of_a_node_that_is_not_as_it_was(state: st
         pool.fleet.reserve("b", 0, now=1.0).failed(now=1.0)
     elif state == "saturated":
         pool.observe("b", LoadSample(1.0, waiting=100, started_at_s=1.0))
+        pool.observe("a", LoadSample(1.0, waiting=0, started_at_s=1.0))
     else:
         now = 3601.0
     assert not any(each.session_tokens for each in seen(pool, unkeyed(500, 7), now=now).values())

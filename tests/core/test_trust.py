@@ -139,7 +139,7 @@ def test_what_is_no_evidence_changes_nothing(why: str) -> None:
         if why == "others":
             judged = node.window(0.9, 0.1, others=5_000)
         elif why == "few tokens":
-            judged = node.window(0.9, 0.1, tokens=100)
+            judged = node.window(0.9, 0.1, tokens=90)
         elif why == "too soon":
             node.trust.sent(450, 500)  # four windows' tokens in a fifth of the time
             node.now += 0.2
