@@ -61,7 +61,16 @@ def _limits(config: Config) -> LoadLimits:
 
 def _policy(config: Config) -> LeastTtft:
     policy = config.policy
-    return LeastTtft(policy.load_bound, policy.load_slack_s, policy.margin_s, policy.margin_ratio, policy.fallbacks)
+    return LeastTtft(
+        load_bound=policy.load_bound,
+        load_slack_s=policy.load_slack_s,
+        margin_s=policy.margin_s,
+        margin_ratio=policy.margin_ratio,
+        fallbacks=policy.fallbacks,
+        saved_slack=policy.saved_slack,
+        crowding=policy.crowding,
+        price_weight=policy.price_weight,
+    )
 
 
 def apply_pools(pools: dict[str, Pool], config: Config) -> None:

@@ -84,7 +84,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     price_weight: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     load_bound: Annotated[float, msgspec.Meta(ge=1)] = 1.25
-    load_slack_s: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    load_slack_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    saved_slack: Annotated[float, msgspec.Meta(ge=0)] = 2.0
+    crowding: Annotated[float, msgspec.Meta(ge=0)] = 0.1
     margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.005
     margin_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.02
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2

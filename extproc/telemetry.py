@@ -249,7 +249,7 @@ class Telemetry:
                 "kvaffinity.route_s": phases.routed_s - phases.hashed_s,
             },
         )
-        for each in decision.ranked:
+        for each, cost_s in zip(decision.ranked, decision.costs or (0.0,) * len(decision.ranked), strict=True):
             span.add_event(
                 "kvaffinity.candidate",
                 {
@@ -258,7 +258,7 @@ class Telemetry:
                     "kvaffinity.locality": each.matched_tokens / max(request.prompt_tokens, 1),
                     "kvaffinity.wait_s": each.wait_s,
                     "kvaffinity.prefill_s": each.prefill_s,
-                    "kvaffinity.cost_s": each.wait_s + decision.price * each.prefill_s,
+                    "kvaffinity.cost_s": cost_s,
                     "kvaffinity.in_flight": each.in_flight,
                 },
             )

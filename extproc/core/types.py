@@ -232,6 +232,8 @@ class Decision:
     """The most that any node holds, by the prefix map."""
     price: float
     """Factor on own prefill: what extra work costs the requests that come after (1.0: an idle fleet)."""
+    costs: tuple[float, ...] = ()
+    """Of `ranked`, in seconds, by the policy; () where it does not compare costs."""
 
     @property
     def chosen(self) -> Candidate:

@@ -28,6 +28,20 @@ def test_the_price_grows_with_utilisation_and_has_a_ceiling(
     assert price(work_s, window_s=60.0, capacity=capacity, weight=weight) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("work_s", "kv_usage", "expected"), [(120.0, 0.2, 3.0), (120.0, 0.8, 9.0), (0.0, 0.5, 3.0)])
+def test_the_scarcer_of_prefill_and_kv_cache_sets_the_price(work_s: float, kv_usage: float, expected: float) -> None:
+    assert price(work_s, window_s=60.0, capacity=4.0, weight=2.0, kv_usage=kv_usage) == pytest.approx(expected)
+
+
+def test_a_token_far_into_a_prompt_is_more_work() -> None:
+    rate = PrefillRate(1000.0, attention_tokens=10_000.0)
+    assert rate.work(1000, 1000) == pytest.approx(1050.0)  # 500 tokens stand before the middle one
+    assert rate.work(1000, 21_000) == pytest.approx(3050.0)
+    for _ in range(8):
+        rate.observe(1000, 3.05, 21_000)
+    assert rate.tokens_per_s == pytest.approx(1000.0)
+
+
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 100.0), st.booleans()), max_size=20))
 def test_a_fading_sum_is_the_sum_of_its_faded_parts(parts: list[tuple[float, float, bool]]) -> None:
     fading, total, now = Fading(60.0), 0.0, 5.0

@@ -221,6 +221,31 @@ def test_requests_that_wait_in_the_engine_are_work_that_others_sent() -> None:
     assert seen(fleet, now=1.0)["a"].wait_s == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("waiting", "expected"),
+    [
+        (0, 2.0),  # what was sent after the scrape
+        (1, 4.0),  # the third, and what was sent after the scrape; the second had time enough
+        (2, 6.0),
+        (5, 6.0 + 3.0 + 2 * 2.5),  # others sent two: what is sent takes 2.5 s in the mean
+    ],
+)
+def test_what_is_waiting_is_what_was_sent_last(waiting: int, expected: float) -> None:
+    fleet = fleet_of(A, B)
+    for at_s, tokens in ((0.0, 3000), (0.0, 2000), (0.0, 3000), (9.0, 2000)):
+        fleet.reserve("a", tokens, now=at_s)
+    fleet.observe("a", LoadSample(8.0, waiting=waiting))
+    assert seen(fleet, now=9.0)["a"].wait_s == pytest.approx(expected, rel=0.01)
+
+
+def test_where_nothing_waits_no_more_is_left_than_of_the_request_that_began_last() -> None:
+    fleet = fleet_of(A)
+    for tokens in (9000, 2000):
+        fleet.reserve("a", tokens, now=0.0)
+    fleet.observe("a", LoadSample(1.0, waiting=0))
+    assert seen(fleet, now=1.0)["a"].wait_s == pytest.approx(2.0)
+
+
 def test_a_changed_start_time_is_a_restart_and_a_missing_one_is_not() -> None:
     fleet = fleet_of(A)
     scripts = [(None, False), (100.0, False), (100.0, False), (200.0, True), (None, False), (200.0, False)]

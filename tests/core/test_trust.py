@@ -160,6 +160,15 @@ def test_what_is_no_evidence_changes_nothing(why: str) -> None:
     assert (node.trust.depth, node.trust.error) == (EVENTS, 0.0)
 
 
+def test_a_window_is_judged_when_its_edges_matter_little() -> None:
+    node = Node()
+    node.trust.begun(5_000)
+    assert not node.window(0.9, 0.1)  # ours: 10,000 tokens
+    assert node.window(0.9, 0.1)
+    node.trust.ended(5_000)
+    assert node.window(0.9, 0.1)
+
+
 def test_the_map_is_not_made_smaller_for_what_events_promised() -> None:
     node = Node()
     for _ in range(4):

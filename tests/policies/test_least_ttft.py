@@ -65,13 +65,13 @@ CASES = {
     ),
     "on a busy fleet saved work is worth more": ([node("a"), node("b", matched=200, wait_s=0.4)], 3.0, "b", "locality"),
     "outside the load envelope no prefix helps": (
-        [node("a"), node("b", matched=999, wait_s=4.0), node("c")],
+        [node("a"), node("b", matched=999, wait_s=8.0), node("c")],
         9.0,
         "a",
         "headroom",
     ),
     "the best cached node inside the envelope comes before the least loaded": (
-        [node("a"), node("b", matched=999, wait_s=4.0), node("c", matched=800, wait_s=0.2)],
+        [node("a"), node("b", matched=999, wait_s=8.0), node("c", matched=800, wait_s=0.2)],
         1.0,
         "c",
         "headroom",
@@ -100,6 +100,24 @@ CASES = {
         "b",
         "locality",
     ),
+    "a node may keep waiting whom it saves much": (
+        [node("a"), node("b", matched=999, wait_s=5.0), node("c")],
+        9.0,
+        "b",
+        "locality",
+    ),
+    "work costs more where running requests fill the KV cache": (
+        [node("a", matched=500), node("b", matched=600, usage=0.9)],
+        1.0,
+        "a",
+        "headroom",
+    ),
+    "a crowd costs more than the wait tells": (
+        [node("a", matched=500, in_flight=2), node("b", matched=600, in_flight=20)],
+        1.0,
+        "a",
+        "headroom",
+    ),
     "no prefix anywhere: the least predicted wait": ([node("a", wait_s=0.2), node("b", wait_s=0.1)], 1.0, "b", "cold"),
     "close on locality: fewer in flight": (
         [node("a", matched=900, in_flight=3), node("b", matched=896, in_flight=1)],
@@ -122,8 +140,21 @@ def test_the_rule(case: str) -> None:
 
 def test_where_all_are_suspect_or_saturated_the_envelope_still_holds() -> None:
     for state in ({"suspect": True}, {"saturated": True}):
-        fleet = [node("a", matched=999, wait_s=2.0, **state), node("b", **state), node("c", **state)]  # type: ignore[arg-type]
+        fleet = [node("a", matched=999, wait_s=8.0, **state), node("b", **state), node("c", **state)]  # type: ignore[arg-type]
         assert LeastTtft()(PROMPT, fleet, price=10.0).node.id == "b"
+
+
+def test_a_long_prompt_goes_where_few_are_served_and_a_short_one_where_it_is_quick() -> None:
+    fleet = [node("long", wait_s=1.0, in_flight=1), node("quick", wait_s=0.1, in_flight=40)]
+    for factor, expected in ((0.1, "quick"), (10.0, "long")):
+        scaled = [each._replace(prefill_s=factor * each.prefill_s) for each in fleet]
+        assert LeastTtft()(PROMPT, scaled, price=1.0).node.id == expected
+
+
+def test_the_costs_are_those_of_the_ranked() -> None:
+    decision = LeastTtft()(PROMPT, [node("a", wait_s=0.5), node("b", matched=900), node("c")], price=1.0)
+    assert [each.node.id for each in decision.ranked] == ["b", "c", "a"]
+    assert decision.costs == pytest.approx((0.1, 1.0, 1.5))
 
 
 def test_an_adapter_that_has_to_be_loaded_is_paid_for() -> None:
@@ -140,7 +171,7 @@ def test_with_nothing_to_match_the_reason_is_fallback() -> None:
 
 SESSION_CASES = {
     "close: the session's node comes before headroom": (
-        [node("a"), node("b", recent=2.0, usage=0.5, age=3.0, session=True)],
+        [node("a"), node("b", recent=2.0, age=3.0, session=True)],
         "b",
         "cold",
     ),
