@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm fuzz bench lint proto clean
+.PHONY: demo test test-vllm fuzz bench compare lint proto clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11 to 3.13 is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
@@ -21,6 +21,11 @@ fuzz: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/kvaffinity bench
+
+# Against smg, sglang-router, vllm-router, Dynamo's engine and Envoy alone, in real time; 30 minutes. The other routers
+# are installed under ~/.cache/kvaffinity/peers. Keep the machine idle meanwhile.
+compare: $(VENV)/installed
+	$(BIN)/kvaffinity compare --runs 3 --seconds 20 --seed 1 --out results/compare.json $(COMPARE_ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

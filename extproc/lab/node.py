@@ -20,6 +20,7 @@ from extproc.lab.meters import Meters, RankMeters
 from extproc.lab.openai import Answer, ChatBody, CompletionBody, error
 from extproc.lab.prompts import Prompts
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_BODY_BYTES = 256 * 1024 * 1024
 REFUSALS = {"never fits": (400, "BadRequestError"), "queue full": (503, "ServiceUnavailableError")}
 
@@ -121,8 +122,9 @@ class Node:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self.chat_completions),
-                web.post("/v1/completions", self.completions),
+                web.post(CHAT, self.chat_completions),
+                web.post(COMPLETIONS, self.completions),
+                web.post(f"{CHAT}/render", self.render),
                 web.get("/v1/models", self.models),
                 web.get("/health", self.health),
                 web.get("/version", self.version),
@@ -145,6 +147,16 @@ class Node:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, CompletionBody)
+
+    async def render(self, request: web.Request) -> web.Response:
+        """The token ids of a chat: what vLLM's router asks for before it routes one."""
+        raw = await request.read()
+        try:
+            prompt = self._prompt(CHAT, raw, msgspec.json.decode(raw, type=ChatBody))
+        except ValueError as fault:  # msgspec's errors are among them
+            return error(400, "BadRequestError", str(fault))
+        rendered = {"token_ids": memoryview(prompt).cast("I").tolist(), "sampling_params": {}}
+        return web.Response(body=msgspec.json.encode(rendered), content_type="application/json")
 
     async def models(self, _: web.Request) -> web.Response:
         names, parent = (self.settings.model, *self.settings.adapters), self.settings.model
@@ -216,7 +228,7 @@ class Node:
             if body.model not in (None, self.settings.model, lora):
                 return error(404, "NotFoundError", f"The model `{body.model}` does not exist.", sha256)
             rank = self._rank(request.headers.get("x-data-parallel-rank"))
-            prompt = body.prompt_text() if self._prompts is None else self._prompts.read(request.path, raw)
+            prompt = self._prompt(request.path, raw, body)
         except ValueError as fault:  # msgspec's errors are among them
             return error(400, "BadRequestError", str(fault), sha256)
         job = rank.engine.submit(prompt, body.answer_tokens, salt=body.cache_salt or "", lora=lora)
@@ -233,6 +245,9 @@ class Node:
             del self._answering[job]
             rank.engine.finish(job)
             rank.meters.finished[finished].inc()
+
+    def _prompt(self, path: str, raw: bytes, body: ChatBody | CompletionBody) -> bytes:
+        return body.prompt_text() if self._prompts is None else self._prompts.read(path, raw)
 
     def _rank(self, pinned: str | None) -> Rank:
         """The rank that the request's header names, else each in turn; what is no number names none."""

@@ -160,6 +160,17 @@ async def test_a_completion_takes_text_or_token_ids() -> None:
             assert len(body["choices"][0]["text"]) == 4 * 16  # 16 tokens unless told otherwise
 
 
+async def test_a_rendered_chat_is_the_prompt_that_a_request_has() -> None:
+    async with serving() as client:
+        async with client.post(f"{CHAT}/render", json=chat("a" * 64)) as response:
+            tokens = (await response.json())["token_ids"]
+        async with client.post(CHAT, json=chat("a" * 64)) as response:
+            assert (await response.json())["usage"]["prompt_tokens"] == len(tokens)
+        assert (await ask(client, tokens))[0] == 16  # the same 16 tokens come first
+        async with client.post(f"{CHAT}/render", json={"messages": []}) as response:
+            assert response.status == 400
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 async def test_a_stream_carries_the_same_text_then_usage_then_done(path: str) -> None:
     body = {**chat("hello"), "prompt": "hello", "max_tokens": 4}

@@ -180,7 +180,9 @@ def test_what_was_answered_is_found_in_the_next_turn(
 def test_no_answer_is_found_where_the_engine_wrote_something_else(
     options: dict[str, Any], generation: bool, second: str
 ) -> None:
-    encoder = encoder_of("qwen2", CHATML.replace("assistant\n", "assistant\n{% if enable_thinking is false %}<t>{% endif %}"))
+    encoder = encoder_of(
+        "qwen2", CHATML.replace("assistant\n", "assistant\n{% if enable_thinking is false %}<t>{% endif %}")
+    )
     talk = [{"role": "user", "content": "one"}]
     read(encoder, chat(talk, options=options, add_generation_prompt=generation))
     talk += [{"role": second, "content": "some words"}, {"role": "user", "content": "two"}]
