@@ -30,6 +30,8 @@ class Cause(StrEnum):
     """Not 200."""
     MALFORMED = "malformed"
     TOO_LARGE = "too_large"
+    ERROR = "error"
+    """There is one, and a fault of ours in reading it."""
 
 
 class PageError(Exception):

@@ -241,7 +241,12 @@ class Scraper:
                 else:
                     if misses >= 3:
                         log.info("%s answers scrapes again", address.reader.address)
-                    self._take(address, page, away=misses > 0)
+                    try:
+                        self._take(address, page, away=misses > 0)
+                    except Exception:  # a bug of ours must not end the scraping of an address unseen
+                        if not self.counts.failures[Cause.ERROR]:
+                            log.exception("a page of %s was not read; this is logged once", address.reader.address)
+                        self.counts.failures[Cause.ERROR] += 1
                     misses = 0
                 now = self._clock()
                 self._attempts += 1

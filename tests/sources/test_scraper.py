@@ -249,6 +249,23 @@ async def test_garbage_is_an_empty_sample_and_does_not_stop_the_scraping(body: b
             await until(lambda: getattr(sample(pool, "n1"), "waiting", None) == 4)
 
 
+async def test_a_fault_in_reading_a_page_is_counted_and_does_not_end_the_scraping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Faulty(Pool):
+        def observe(self, node: str, sample: LoadSample) -> bool:
+            raise KeyError(node)
+
+    async with fake_node() as node:
+        pool = pool_on(("a", node.address))
+        pool.__class__ = Faulty
+        async with scraping({"m": pool}) as scraper:
+            await until(lambda: scraper.counts.failures[Cause.ERROR] >= 3)
+            pool.__class__ = Pool
+            await until(lambda: sample(pool, "a") is not None)
+    assert sum("was not read" in each.message for each in caplog.records) == 1
+
+
 async def test_a_node_that_is_not_there_costs_the_others_nothing() -> None:
     async with fake_node() as node:
         pool = pool_on(("n1", "127.0.0.1:1"), ("n2", node.address))
