@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm fuzz bench compare lint proto clean
+.PHONY: demo test test-vllm fuzz bench policy-suite compare lint proto clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11 to 3.13 is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
@@ -26,6 +26,14 @@ bench: $(VENV)/installed
 # are installed under ~/.cache/kvaffinity/peers. Keep the machine idle meanwhile.
 compare: $(VENV)/installed
 	$(BIN)/kvaffinity compare --runs 3 --seconds 20 --seed 1 --out results/compare.json $(COMPARE_ARGS)
+
+# The policy in 21 cells, 16 policies and 3 seeds each, and RESULTS.md; 60 minutes on two cores. QUICK=1: 4 minutes, and
+# RESULTS-quick.md. DATA: where public traces are. What was run is kept under ~/.cache/kvaffinity.
+DATA ?= $(wildcard ../shared/data)
+
+policy-suite: $(VENV)/installed
+	$(BIN)/kvaffinity suite $(if $(DATA),--data $(DATA)) \
+	  $(if $(QUICK),--quick --out RESULTS-quick.md --plots dashboards/results/quick) $(SUITE_ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

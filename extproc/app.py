@@ -26,12 +26,15 @@ from extproc.config import Config, ConfigError, ScrapeConfig, load, settle_envir
 from extproc.core.answers import Answers
 from extproc.core.cost import PrefillRate
 from extproc.core.fleet import Fleet, LoadLimits
+from extproc.core.guard import Guard
 from extproc.core.pool import Pool
 from extproc.core.router import Router
+from extproc.core.shadow import Shadow
 from extproc.fleets import Fleets, check, each_rank, static_nodes
 from extproc.listening import Health, build
 from extproc.models import Models
 from extproc.policies.least_ttft import LeastTtft
+from extproc.policies.second import SHADOWS, tightened
 from extproc.reader import Reader
 from extproc.reading import Interpreter, ReadingSettings
 from extproc.recording import Recorder
@@ -73,6 +76,23 @@ def _policy(config: Config) -> LeastTtft:
     )
 
 
+def _guard(pool: Pool, policy: LeastTtft, config: Config) -> None:
+    """The control group and the second policy; what was compared so far is kept."""
+    share, shadow = config.policy.control_percent / 100.0, config.policy.shadow
+    if not share:
+        pool.guard = None
+    elif pool.guard is None:
+        pool.guard = Guard(share, tightened(policy))
+    else:
+        pool.guard.usual_share, pool.guard.tightened = share, tightened(policy)
+    if not shadow:
+        pool.shadow = None
+    elif pool.shadow is None or pool.shadow.name != shadow:
+        pool.shadow = Shadow(shadow, SHADOWS[shadow](policy))
+    else:
+        pool.shadow.policy = SHADOWS[shadow](policy)
+
+
 def apply_pools(pools: dict[str, Pool], config: Config) -> None:
     """Make `pools` what the configuration says; pools and nodes that stay keep what is known of them."""
     for name in pools.keys() - {model.name for model in config.models}:
@@ -88,10 +108,12 @@ def apply_pools(pools: dict[str, Pool], config: Config) -> None:
                 price_weight=config.policy.price_weight,
             )
             pool = pools[model.name] = Pool(fleet, _policy(config), model.block_tokens, model.cache_tokens, exact)
-        pool.policy = _policy(config)
+        policy = pool.policy = _policy(config)
+        _guard(pool, policy, config)
         pool.cache_tokens = model.cache_tokens
         pool.fleet.limits = _limits(config)
         pool.fleet.price_weight = config.policy.price_weight
+        pool.fleet.thrift = {"ttft": 0.0, "blend": config.policy.blend, "throughput": 1.0}[config.policy.objective]
         rate = pool.fleet.rate
         if (rate.configured, rate.attention_tokens) != (model.prefill_tokens_per_s, model.attention_tokens):
             pool.fleet.rate = PrefillRate(model.prefill_tokens_per_s, attention_tokens=model.attention_tokens)
@@ -280,6 +302,8 @@ class App:
         for name, pool in self.router.pools.items():
             known = pool.exact and not interpreter.settings.isolate_by_header
             pool.seed = partial(interpreter.seed, name) if known else None
+            if pool.guard is not None:
+                pool.guard.salt = self._salt
 
     def _describe(self) -> str:
         return ", ".join(f"{name} on {len(pool.fleet)} nodes" for name, pool in self.router.pools.items())
@@ -293,6 +317,9 @@ class App:
             for change in pool.changes():
                 what = "pool %s: what node %s holds is taken from %s, no longer from %s"
                 log.info(what, name, change.node, change.after, change.before)
+            if pool.guard is not None:
+                for step in pool.guard.changes():
+                    log.warning("pool %s: %s", name, step)
 
     async def _probe(self) -> None:
         before = time.monotonic()

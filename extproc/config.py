@@ -82,6 +82,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The default policy; see the README for what each does."""
 
+    objective: Literal["ttft", "throughput", "blend"] = "ttft"
+    blend: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     price_weight: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     load_bound: Annotated[float, msgspec.Meta(ge=1)] = 1.25
     load_slack_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0
@@ -90,6 +92,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.005
     margin_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.02
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
+    control_percent: Annotated[float, msgspec.Meta(ge=0, le=50)] = 0.0
+    shadow: Literal["", "latency", "locality"] = ""
     max_waiting: Count = 8
     max_kv_usage: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from extproc.core.guard import QUANTILES
 from extproc.core.router import Router
 from extproc.core.types import Rung
 from extproc.recording import Recorder
@@ -105,6 +106,7 @@ class State(Collector):
         for name in self._router.pools:
             faults.add_metric((name,), name in reader.faults)
         yield from (mismatches, faults)
+        yield from self._compared()
         yield from self._sources()
         for key, description, value in (
             ("tickets", "Routed requests whose outcome is not known yet.", len(self._router)),
@@ -113,6 +115,49 @@ class State(Collector):
             ("tokenizer_backlog_bytes", "Text that waits for a thread to tokenize it.", reader.waiting_bytes),
         ):
             yield GaugeMetricFamily(f"kvaffinity_{key}", description, value=value)
+
+    def _compared(self) -> Iterator[Metric]:
+        """The guard's and the shadow's, where there are any."""
+        guard = {
+            name: GaugeMetricFamily(f"kvaffinity_guard_{name}", description, labels=("pool",))
+            for name, description in {
+                "tightness": "How far locality gives way: 0 not at all, 1 routed for latency alone.",
+                "share": "The control group's share of the requests, now.",
+                "evidence": "That locality harms the tail; at 22 it gives way by one step.",
+            }.items()
+        }
+        answers = GaugeMetricFamily(
+            "kvaffinity_guard_answers", "In the last hours (decayed), by group.", labels=("pool", "group")
+        )
+        ratio = GaugeMetricFamily(
+            "kvaffinity_guard_ratio",
+            "Locality's TTFT, normalised by prompt length, over the control group's; above 1 locality is slower.",
+            labels=("pool", "quantile"),
+        )
+        shadow = {
+            name: CounterMetricFamily(f"kvaffinity_shadow_{name}", description, labels=("pool", "policy"))
+            for name, description in {
+                "requests": "Requests that the second policy was asked about.",
+                "disagreements": "Those for which it would have chosen another node.",
+                "regret_seconds": "Predicted TTFT that it would have saved.",
+                "gain_seconds": "Predicted TTFT that it would have cost.",
+                "lost_tokens": "Cached tokens that it would have used and the choice did not.",
+            }.items()
+        }
+        now = self._clock()
+        for name, pool in self._router.pools.items():
+            if pool.guard is not None:
+                for key, family in guard.items():
+                    family.add_metric((name,), getattr(pool.guard, key))
+                for group, count in zip(("locality", "control"), pool.guard.counts(now=now), strict=True):
+                    answers.add_metric((name, group), count)
+                for quantile, value in zip(QUANTILES, pool.guard.ratios(), strict=True):
+                    if value:
+                        ratio.add_metric((name, str(quantile)), value)
+            if pool.shadow is not None:
+                for key, counter in shadow.items():
+                    counter.add_metric((name, pool.shadow.name), getattr(pool.shadow, key))
+        yield from (*guard.values(), answers, ratio, *shadow.values())
 
     def _sources(self) -> Iterator[Metric]:
         if self._scraper is not None:

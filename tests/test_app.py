@@ -86,7 +86,7 @@ def config(listen: str, pages: str, *nodes: str, server: str = "", rest: str = "
     )
     return (
         f'[server]\nlisten = "{listen}"\nmetrics_listen = "{pages}"\n{server}\n'
-        f"[policy]\nmargin_s = 0\nmargin_ratio = 0\n[scrape]\nenabled = false\n{rest}\n"
+        f"[policy]\nmargin_s = 0\nmargin_ratio = 0\ncontrol_percent = 0\n[scrape]\nenabled = false\n{rest}\n"
         '[[models]]\nname = "m"\nblock_tokens = 16\n'
         # the first turn is soon done, and the difference that its cache makes still counts
         f"prefill_tokens_per_s = 1e6\n{model}{listed}"

@@ -40,17 +40,20 @@ UTILISATION_CEILING = 0.95
 """Above it the queueing term would say nothing more than "everything is full": 2 * 0.95 / 0.05 = 38 times own work."""
 
 
-def price(work_s: float, *, window_s: float, capacity: float, weight: float, kv_usage: float = 0.0) -> float:
+def price(
+    work_s: float, *, window_s: float, capacity: float, weight: float, busy: float = 0.0, thrift: float = 0.0
+) -> float:
     """The factor on own prefill that pays for the waiting it causes: `1 + weight * rho / (1 - rho)`.
 
     `work_s`: decayed sum of uncached work sent to the fleet, in seconds of one node of weight 1; `capacity`: the
-    fleet's summed weights; `kv_usage`: the share of the fleet's KV cache that running requests hold, in [0, 1]. rho is
-    the share in use of whichever is scarcer, prefill or KV cache: what a prompt does not find there it has to hold
-    beside what others hold, for as long as it runs. The form is that of the mean wait in a single-server queue;
-    `weight` about 2 led or nearly led every workload it was simulated on.
+    fleet's summed weights; `busy`: what else tells how much of the fleet is in use, in [0, 1]. rho is the larger of the
+    two. `thrift`, in [0, 1], moves rho from what it is to that of a full fleet: what is saved now is served later. The
+    form is that of the mean wait in a single-server queue; `weight` about 2 led or nearly led every workload it was
+    simulated on.
     """
     rho = work_s / window_s / capacity if capacity > 0 else UTILISATION_CEILING
-    rho = min(max(rho, kv_usage), UTILISATION_CEILING)
+    rho = min(max(rho, busy), UTILISATION_CEILING)
+    rho += thrift * (UTILISATION_CEILING - rho)
     return 1.0 + weight * rho / (1.0 - rho)
 
 

@@ -26,6 +26,10 @@ _OVERFULL_WAITING, _OVERFULL_KV = 2.0, 0.1
 """A node that is full is avoided where others are less so: it has that many times their mean waiting, or that much more
 of its cache in use. Where all are full, none is."""
 
+_OWN_WAITS = 10.0
+"""Where requests wait that many times what the mean one computes, the fleet counts as half in use, whatever else says:
+waits come at once, what is sent is averaged over a minute."""
+
 _FORGIVEN_S = 60.0
 """A node that stopped answering scrapes that long ago and still is in the fleet may have lost its metrics alone: it is
 tried again, and is suspect by its failures where it has any."""
@@ -154,6 +158,8 @@ class Fleet:
         self.rate = rate
         self.limits = limits
         self.price_weight = price_weight
+        self.thrift = 0.0
+        """What throughput counts against the time to first token, in [0, 1]; see cost.price."""
         self._standings: dict[NodeId, _Standing] = {}
         self._fading = Fading(WINDOW_S)
         self._work_sum = 0.0
@@ -161,6 +167,8 @@ class Fleet:
         self._count_sum = 0.0
         """Requests."""
         self._capacity = 0.0
+        self._mean_wait_s = 0.0
+        """As of the last snapshot."""
         self._usage = _Mean()
         self._waiting = _Mean()
         self._left: list[_Standing] = []
@@ -241,6 +249,7 @@ class Fleet:
         attention = 1.0 / self.rate.attention_tokens
         most = max(prompt_tokens - 1, 0)
         scale = self._fading.scale(now=now)
+        total_wait_s = 0.0
         full_waiting = max(limits.max_waiting, _OVERFULL_WAITING * self._waiting.mean)
         full_usage = max(limits.max_kv_usage, min(self._usage.mean + _OVERFULL_KV, 1.0))
         found: list[Candidate] = []
@@ -251,6 +260,10 @@ class Fleet:
             hit = min(matched.get(node_id, 0), most)
             node, wait_s = standing.node, standing.busy_until_s - now
             uncached = prompt_tokens - hit
+            if wait_s > 0.0:
+                total_wait_s += wait_s
+            else:
+                wait_s = 0.0
             kv_usage, age, saturated = 0.0, math.inf, False
             suspect = standing.suspect_until_s > now
             sample = standing.sample
@@ -271,7 +284,7 @@ class Fleet:
                         node,
                         hit,
                         uncached,
-                        wait_s if wait_s > 0.0 else 0.0,
+                        wait_s,
                         uncached * (1.0 + (prompt_tokens - 0.5 * uncached) * attention) / (rate * node.weight),
                         standing.in_flight,
                         standing.work_sum / scale,
@@ -282,9 +295,11 @@ class Fleet:
                         False,
                         0,
                         0.0,
+                        0.0,
                     ),
                 )
             )
+        self._mean_wait_s = total_wait_s / len(found) if found else 0.0
         return tuple(found)
 
     def _restart_sums(self, now: float) -> None:
@@ -297,8 +312,16 @@ class Fleet:
     def price(self, *, now: float) -> float:
         """See cost.price."""
         work_s = self._work_sum / self._fading.scale(now=now)
-        usage = self._usage.mean
-        return price(work_s, window_s=WINDOW_S, capacity=self._capacity, weight=self.price_weight, kv_usage=usage)
+        own_s = self._work_sum / self._count_sum if self._count_sum else 0.0
+        queueing = self._mean_wait_s / (self._mean_wait_s + _OWN_WAITS * own_s) if own_s else 0.0
+        return price(
+            work_s,
+            window_s=WINDOW_S,
+            capacity=self._capacity,
+            weight=self.price_weight,
+            busy=max(self._usage.mean, queueing),
+            thrift=self.thrift,
+        )
 
     def idle(self, node: NodeId, *, now: float) -> bool:
         """Nothing of ours is in flight or still to be prefilled there, and its last sample shows nothing either."""

@@ -13,8 +13,11 @@ from xxhash import xxh3_64_intdigest
 from extproc.core.answers import HELD, REST, Answers, names
 from extproc.core.cached_blocks import CachedBlocks, InFlight, Seed
 from extproc.core.fleet import Fleet
+from extproc.core.guard import Guard
+from extproc.core.hot import HotPrefixes, nodes_needed
 from extproc.core.prefix_map import PrefixMap
 from extproc.core.sessions import Sessions
+from extproc.core.shadow import Shadow
 from extproc.core.trust import RUNGS, Trust
 from extproc.core.types import (
     HASH_BYTES,
@@ -119,7 +122,10 @@ class Pool:
         """None: what was answered is not taken to be cached, unless events say so."""
         self.lora_load_s = 0.5
         """What it takes an engine to load an adapter."""
+        self.guard: Guard | None = None
+        self.shadow: Shadow | None = None
         self.sessions = Sessions()
+        self.hot = HotPrefixes()
         self.prefix_maps: dict[int, PrefixMap] = {}
         """By block size, those in use. Only the pool adds and removes."""
         self._known: dict[NodeId, _Known] = {}
@@ -385,6 +391,9 @@ class Pool:
             if known.rung in (Rung.HASH, Rung.LOAD):
                 matched.pop(node, None)
         found: Sequence[Candidate] = self.fleet.candidates(matched, prompt_tokens=request.prompt_tokens, now=now)
+        if self._too_hot(request, matched):
+            most = max(matched.values())
+            found = [self._repaid(each, most) for each in found]
         if self._doubted:
             found = self._as_believed(request, found)
         if request.adapter is not None:
@@ -408,6 +417,28 @@ class Pool:
             left = max(request.prompt_tokens - estimate, 1) / here.uncached_tokens
             told = told._replace(session_tokens=estimate, prefill_s=here.prefill_s * left)
         return *found[:at], told, *found[at + 1 :]
+
+    def _too_hot(self, request: InferenceRequest, matched: Mapping[NodeId, int]) -> bool:
+        """Is the prefix that the request shares with others on fewer nodes than its share of the traffic needs?"""
+        best = max(matched, key=matched.__getitem__, default=None)
+        key = None
+        if best is not None:
+            end = matched[best] // self._known[best].size * HASH_BYTES
+            hashed = request.chains.get(self._known[best].size, b"")[end - HASH_BYTES : end]
+            key = int.from_bytes(hashed) if hashed else None
+        share = self.hot.used(key)
+        nodes = len(self.fleet)
+        if best is None or share * nodes <= 1.0:
+            return False
+        holders = sum(tokens >= matched[best] for tokens in matched.values())
+        return holders < nodes_needed(share, nodes)
+
+    def _repaid(self, each: Candidate, most: int) -> Candidate:
+        """What it lacks of a hot prefix is paid for once, by the request; those that follow find it there."""
+        lacks = most - each.matched_tokens
+        if lacks <= 0 or not each.uncached_tokens:
+            return each
+        return each._replace(repaid_s=each.prefill_s * min(lacks / each.uncached_tokens, 1.0))
 
     def _as_believed(self, request: InferenceRequest, found: Sequence[Candidate]) -> list[Candidate]:
         """With less hope of the nodes that promised too much, and hashing in place of maps that are wrong."""

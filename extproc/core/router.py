@@ -59,7 +59,17 @@ class Router:
         fleet = pool.fleet
         if not len(fleet):
             return Rejection(Refusal.NO_NODE)
-        decision = pool.policy(request, pool.candidates(request, now=now), price=fleet.price(now=now))
+        if name is None or name in self._tickets:
+            self._count += 1
+            name = f"{self._prefix}{self._count:x}"
+        candidates, price = pool.candidates(request, now=now), fleet.price(now=now)
+        guard = pool.guard
+        if guard is None:
+            decision = pool.policy(request, candidates, price=price)
+        else:
+            decision = guard.decide(name, pool.policy, request, candidates, price=price)
+        if pool.shadow is not None:
+            pool.shadow.see(decision, request, candidates, price=price)
         node = decision.node.id
         idle = fleet.idle(node, now=now)
         stored = pool.send(node, request, now=now)
@@ -67,9 +77,6 @@ class Router:
             pool.sessions.note(request.session, node, request.prompt_tokens, now=now)
         uncached = decision.chosen.uncached_tokens
         reservation = fleet.reserve(node, uncached, now=now, prompt_tokens=request.prompt_tokens)
-        if name is None or name in self._tickets:
-            self._count += 1
-            name = f"{self._prefix}{self._count:x}"
         ticket = Ticket(name, request, decision, stored, now if received_at_s is None else received_at_s, now, idle)
         self._tickets[ticket.id] = (ticket, reservation)
         self._chain_bytes += request.chain_bytes
@@ -140,6 +147,10 @@ class Router:
                 reservation.failed(now=now)
         if pool is None:  # a reload took the model away
             return Settled(ticket, outcome, elsewhere)
+        if pool.guard is not None:
+            rate = pool.fleet.rate
+            prefill_s = rate.work(request.prompt_tokens, request.prompt_tokens) / rate.tokens_per_s
+            pool.guard.settled(ticket, outcome, prefill_s=prefill_s, now=now)
         chosen = ticket.decision.chosen
         pool.settle(
             node.id,

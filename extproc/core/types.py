@@ -204,6 +204,8 @@ class Candidate(NamedTuple):
     """An estimate: what it may hold of the prompt because of that. 0 unless that is more than can be matched."""
     lora_s: float = 0.0
     """Until it has loaded the request's adapter."""
+    repaid_s: float = 0.0
+    """Of `prefill_s`, what the requests that come after will save: that of a prefix which needs to be on more nodes."""
 
 
 class Reason(StrEnum):
@@ -219,6 +221,8 @@ class Reason(StrEnum):
     """Its session was there last, so that it is taken to hold more than can be matched: an estimate."""
     FALLBACK = "fallback"
     """Nothing to match: least predicted wait."""
+    CONTROL = "control"
+    """It is one of the guard's control group: routed as if nothing were cached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,8 @@ def start_server(processes: Processes, listen: int, metrics: int, nodes: Sequenc
         "[server]",
         f'listen = "127.0.0.1:{listen}"',
         f'metrics_listen = "127.0.0.1:{metrics}"',
+        "[policy]",
+        "control_percent = 0",
         "[[models]]",
         f'name = "{MODEL}"',
     ]

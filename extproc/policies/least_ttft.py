@@ -14,8 +14,9 @@ class LeastTtft:
     """cost = (wait_s + lora_s + price * prefill_s) * (1 + crowding * in_flight), among the nodes inside the envelope.
 
     `price` is the fleet's, or what the node's own KV cache in use makes of it (`cost.price`, with `price_weight`) where
-    that is more. What is in flight at a node, for each unit of its weight, stands for what the work does to it: answers
-    that run slower, turns that come back to their prefix and find it busy. Long prompts so gather where few are served.
+    that is more; what will be repaid of the prefill is not priced. What is in flight at a node, for each unit of its
+    weight, stands for what the work does to it: answers that run slower, turns that come back to their prefix and find
+    it busy. Long prompts so gather where few are served.
 
     The envelope leaves out a node whose predicted wait exceeds `load_bound` times the fleet's mean by more than
     `load_slack_s` and `saved_slack` times what the prompt's prefill takes at most; one that is saturated; and one that
@@ -71,7 +72,7 @@ class LeastTtft:
             usage = min(usage, UTILISATION_CEILING)
             price = max(price, 1.0 + self.price_weight * usage / (1.0 - usage))
         crowd = 1.0 + self.crowding * each.in_flight / each.node.weight
-        return (each.wait_s + each.lora_s + price * each.prefill_s) * crowd
+        return (each.wait_s + each.lora_s + price * (each.prefill_s - each.repaid_s) + each.repaid_s) * crowd
 
     def _next_best(
         self, inside: list[Candidate], costs: list[float], chosen: Candidate, candidates: Sequence[Candidate]

@@ -51,7 +51,7 @@ def server_config(addresses: dict[str, str]) -> str:
         for name, address in addresses.items()
     ]
     server = '[server]\nlisten = "0.0.0.0:9002"\nmetrics_listen = "0.0.0.0:9090"\n'
-    return server + '[[models]]\nname = "tiny"\n' + "".join(nodes)
+    return server + '[policy]\ncontrol_percent = 0\n[[models]]\nname = "tiny"\n' + "".join(nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,15 @@ def test_the_price_grows_with_utilisation_and_has_a_ceiling(
     assert price(work_s, window_s=60.0, capacity=capacity, weight=weight) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("work_s", "kv_usage", "expected"), [(120.0, 0.2, 3.0), (120.0, 0.8, 9.0), (0.0, 0.5, 3.0)])
-def test_the_scarcer_of_prefill_and_kv_cache_sets_the_price(work_s: float, kv_usage: float, expected: float) -> None:
-    assert price(work_s, window_s=60.0, capacity=4.0, weight=2.0, kv_usage=kv_usage) == pytest.approx(expected)
+@pytest.mark.parametrize(("work_s", "busy", "expected"), [(120.0, 0.2, 3.0), (120.0, 0.8, 9.0), (0.0, 0.5, 3.0)])
+def test_the_larger_share_in_use_sets_the_price(work_s: float, busy: float, expected: float) -> None:
+    assert price(work_s, window_s=60.0, capacity=4.0, weight=2.0, busy=busy) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("thrift", "expected"), [(0.0, 3.0), (0.5, 6.27), (1.0, 39.0)])
+def test_who_wants_throughput_pays_as_if_the_fleet_were_full(thrift: float, expected: float) -> None:
+    paid = price(120.0, window_s=60.0, capacity=4.0, weight=2.0, thrift=thrift)
+    assert paid == pytest.approx(expected, abs=0.01)
 
 
 def test_a_token_far_into_a_prompt_is_more_work() -> None:

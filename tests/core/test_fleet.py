@@ -246,6 +246,17 @@ def test_where_nothing_waits_no_more_is_left_than_of_the_request_that_began_last
     assert seen(fleet, now=1.0)["a"].wait_s == pytest.approx(2.0)
 
 
+def test_where_requests_wait_long_the_price_is_up_at_once() -> None:
+    fleet = fleet_of(A)
+    for _ in range(30):
+        fleet.reserve("a", 1000, now=0.0)
+    seen(fleet, now=0.0)
+    averaged = 1.0 + 2.0 * 0.5 / 0.5  # 30 s of work in a minute
+    assert averaged < fleet.price(now=0.0) == pytest.approx(1.0 + 2.0 * 0.75 / 0.25)
+    seen(fleet, now=30.0)
+    assert fleet.price(now=30.0) < averaged
+
+
 def test_a_changed_start_time_is_a_restart_and_a_missing_one_is_not() -> None:
     fleet = fleet_of(A)
     scripts = [(None, False), (100.0, False), (100.0, False), (200.0, True), (None, False), (200.0, False)]

@@ -9,15 +9,26 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from corpus import MODEL
+from tokenizers import Tokenizer
+
+from extproc.core.types import NodeId
+
 _RENDER_SERVERS = Path(__file__).with_name("render_servers.py")
 _READY_S = 240.0
 _END_S = 15.0
+BLOCK_TOKENS = 32
+_VLLM = (
+    *("--served-model-name", MODEL, "--load-format", "dummy", "--dtype", "float32", "--enforce-eager"),
+    *("--max-model-len", "4096", "--max-num-seqs", "8", "--max-num-batched-tokens", "2048"),
+    *("--block-size", str(BLOCK_TOKENS), "--enable-prefix-caching", "--enable-prompt-tokens-details"),
+)
 
 
 def installed() -> Path:
@@ -100,11 +111,15 @@ class Engine:
 
     def start(self) -> None:
         self.process = _started(self.command, self.log, VLLM_SERVER_DEV_MODE="1")
-        # On machines of their own they would not take the processor from what routes to them. Where the kernel groups
-        # processes by session, `nice` counts inside a group only.
+
+    def give_way(self, nice: int = 19) -> None:
+        """From now on it takes the processor from what routes to it no more than on a machine of its own. With 19 it
+        hardly runs beside other work: too slowly to start several ranks, which have two minutes to find each other."""
+        assert self.process is not None
         os.setpriority(os.PRIO_PGRP, self.process.pid, 10)
+        # where the kernel groups processes by session, `nice` counts inside a group only
         with suppress(OSError):
-            Path(f"/proc/{self.process.pid}/autogroup").write_text("19")
+            Path(f"/proc/{self.process.pid}/autogroup").write_text(str(nice))
 
     def wait(self) -> None:
         """Until it is ready."""
@@ -138,15 +153,72 @@ def engines(model: Path, logs: Path, options: Sequence[Sequence[str]]) -> Iterat
                 _end(each.process)
 
 
+@dataclass(slots=True)
+class Feed:
+    """Where one engine tells what it caches. With several ranks, rank r has the ports r above these."""
+
+    events: int
+    replay: int
+
+    def option(self) -> str:
+        config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://[::ffff:127.0.0.1]:{self.events}",  # the form in which vLLM binds loopback only
+            "replay_endpoint": f"tcp://127.0.0.1:{self.replay}",
+            "topic": "",
+        }
+        return json.dumps(config)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Engines, and what our server and Envoy need to know of them."""
+
+    engines: dict[str, Engine]
+    """By the name of their cluster in Envoy."""
+    feeds: dict[str, Feed]
+    model: Path
+    words: list[int]
+    """Tokens that are whole words: an answer of them is mostly the same tokens when it is read again."""
+    ranks: int
+
+    @property
+    def nodes(self) -> list[NodeId]:
+        if self.ranks == 1:
+            return [*self.engines]
+        return [f"{name}/{rank}" for name in self.engines for rank in range(self.ranks)]
+
+
+@contextmanager
+def serving(model: Path, logs: Path, names: Sequence[str], *, blocks: int, ranks: int = 1) -> Iterator[Fleet]:
+    """One engine for each name, with so many ranks, each with a cache of so many blocks."""
+    ports = iter(_free_ports(2 * len(names), in_a_row=ranks))
+    feeds = {name: Feed(next(ports), next(ports)) for name in names}
+    options = [*_VLLM, "--num-gpu-blocks-override", str(blocks)]
+    if ranks > 1:
+        options += ["--data-parallel-size", str(ranks), "--api-server-count", "1"]
+    vocabulary = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
+    words = sorted(number for token, number in vocabulary.items() if token[0] == "Ġ" and token[1:].isalpha())
+    each_with_feed = [(*options, "--kv-events-config", feed.option()) for feed in feeds.values()]
+    with engines(model, logs, each_with_feed) as found:
+        yield Fleet(dict(zip(names, found, strict=True)), feeds, model, words, ranks)
+
+
 _COMMON = ("--host", "127.0.0.1", "--disable-uvicorn-access-log")
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+def _free_ports(count: int, *, in_a_row: int = 1) -> list[int]:
+    """`count` ports; of each, the next `in_a_row` - 1 are free as well."""
+    found: list[int] = []
+    with ExitStack() as stack:
+        while len(found) < count:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            with suppress(OSError, OverflowError):
+                for port in range(first + 1, first + in_a_row):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(first)
+    return found
 
 
 def _environment() -> dict[str, str]:
@@ -166,7 +238,7 @@ def _environment() -> dict[str, str]:
 
 
 @contextmanager
-def _running(command: Sequence[str], log: Path, ports: Sequence[int]) -> Iterator[None]:
+def _running(command: Sequence[str], log: Path, ports: Iterable[int]) -> Iterator[None]:
     """`command` as a group of its own while it answers /health on all `ports`; its log's end when it does not."""
     process = _started(command, log)
     try:
@@ -184,7 +256,7 @@ def _started(command: Sequence[str], log: Path, **environment: str) -> subproces
         )
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, ports: Sequence[int]) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, ports: Iterable[int]) -> None:
     deadline = time.monotonic() + _READY_S
     waiting = list(ports)
     while waiting:

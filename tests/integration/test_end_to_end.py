@@ -66,6 +66,8 @@ class Stack:
             f'listen = "127.0.0.1:{self.port}"',
             f'metrics_listen = "127.0.0.1:{self.metrics_port}"',
             'destination = "both"',
+            "[policy]",
+            "control_percent = 0",
             "[[models]]",
             'name = "tiny"',
         ]

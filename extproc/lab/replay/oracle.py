@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from extproc.config import PolicyConfig
 from extproc.core.types import Candidate, Decision, InferenceRequest, Policy
 from extproc.lab.replay.nodes import SimulatedNode
@@ -44,6 +46,8 @@ class Oracle(Ours):
     def __init__(
         self, block_tokens: int, *, policy: PolicyConfig | None = None, caches: bool = True, queues: bool = True
     ) -> None:
+        # a guard would hold what is believed against what is known
+        policy = replace(PolicyConfig() if policy is None else policy, control_percent=0.0)
         super().__init__(block_tokens, policy=policy)
         self._caches, self._queues = caches, queues
         self._informed: _Informed | None = None

@@ -181,7 +181,7 @@ class Ours:
 
     def _observe(self, nodes: Sequence[NodeView], now: float) -> None:
         """The scrapes that came since the last request, of each node the last one."""
-        pool, scraped_s, size = self.pool, self._scraped_s, self._block_tokens
+        pool, scraped_s = self.pool, self._scraped_s
         for view in nodes:
             name = view.name
             at_s = now - view.age_s
@@ -189,20 +189,22 @@ class Ours:
             if not view.up or node is None or at_s - scraped_s.get(name, -1.0) < 1e-6:
                 continue
             scraped_s[name] = at_s
-            scrape = node.scrape(now)
-            sample = LoadSample(
-                at_s,
-                scrape.waiting,
-                scrape.running,
-                scrape.kv_usage,
-                node.machine.cache_tokens,
-                node.started_at_s,
-                size,
-                scrape.prefix_queries,
-                scrape.prefix_hits,
-                scrape.prefix_queries,
-            )
-            pool.observe(name, sample)
+            pool.observe(name, self._sample(node, at_s, now))
+
+    def _sample(self, node: SimulatedNode, at_s: float, now: float) -> LoadSample:
+        scrape = node.scrape(now)
+        return LoadSample(
+            at_s,
+            scrape.waiting,
+            scrape.running,
+            scrape.kv_usage,
+            node.machine.cache_tokens,
+            node.started_at_s,
+            self._block_tokens,
+            scrape.prefix_queries,
+            scrape.prefix_hits,
+            scrape.prefix_queries,
+        )
 
 
 def weights_of(machines: Sequence[Machine]) -> dict[str, float]:
