@@ -224,7 +224,7 @@ class PrefixMap:
                 self._trim(holding, segment, keep)
 
     def trim(self, node: NodeId, chain: Chain, blocks: int) -> None:
-        """Of `chain`, which no other chain goes on from, `node` keeps that many blocks, whoever used them."""
+        """Of `chain`, which shares no block with another, `node` keeps that many blocks, whoever used them."""
         holding = self._holdings[node]
         for segment, at, _ in list(self._along(chain)):
             if segment in holding.order:

@@ -189,7 +189,8 @@ async def routing(fleet: Fleet, directory: Path, *, events: bool, haste: bool = 
                 await until(lambda: not events or all(router.rung(node) is Rung.EVENTS for node in fleet.nodes))
                 yield router
     finally:
-        signal.raise_signal(signal.SIGTERM)  # which is what ends the server
+        if not running.done():
+            signal.raise_signal(signal.SIGTERM)  # which is what ends the server
         await running
 
 
