@@ -31,7 +31,8 @@ def applied(pools: dict[str, Pool], policy: str) -> Pool:
 
 def test_the_configuration_makes_changes_and_ends_guard_and_shadow() -> None:
     pools: dict[str, Pool] = {}
-    pool = applied(pools, "")
+    assert applied(pools, "").guard is None
+    pool = applied(pools, "control_percent = 1")
     guard = pool.guard
     assert guard is not None
     assert guard.usual_share == 0.01
@@ -42,7 +43,7 @@ def test_the_configuration_makes_changes_and_ends_guard_and_shadow() -> None:
     shadow = pool.shadow
     assert shadow is not None
     assert shadow.name == "locality"
-    assert applied(pools, 'shadow = "locality"').shadow is shadow
+    assert applied(pools, 'control_percent = 1\nshadow = "locality"').shadow is shadow
     pool = applied(pools, 'shadow = "latency"\ncontrol_percent = 0')
     assert pool.guard is None
     assert pool.shadow is not shadow

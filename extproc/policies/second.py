@@ -10,7 +10,6 @@ from extproc.core.types import Candidate, Decision, InferenceRequest, Policy, Re
 from extproc.policies.least_ttft import LeastTtft
 
 _STEPS = 4
-_NO_BOUND_S = 1e9
 
 
 class Tightened:
@@ -18,7 +17,8 @@ class Tightened:
     price beyond 1, and of what a node saves of the prefill of which the others save least.
 
     At 1.0 it is latency alone: the least predicted wait plus a prefill that is the same on all nodes but for their
-    weights, as if nothing were cached anywhere, with the crowd there, saturation and suspicion as ever.
+    weights, as if nothing were cached anywhere, among the nodes whose wait is no longer than the fleet's mean, with the
+    crowd there, saturation and suspicion as ever.
     """
 
     def __init__(self, policy: LeastTtft, tightness: float) -> None:
@@ -26,8 +26,7 @@ class Tightened:
         self._policy = replace(
             policy,
             load_bound=1.0 + (policy.load_bound - 1.0) * self._left,
-            # where nothing draws requests together any more, nothing has to be bounded
-            load_slack_s=policy.load_slack_s * self._left if self._left else _NO_BOUND_S,
+            load_slack_s=policy.load_slack_s * self._left,
             saved_slack=policy.saved_slack * self._left,
             price_weight=policy.price_weight * self._left,
         )

@@ -70,6 +70,7 @@ class Stack:
             "control_percent = 0",
             "[[models]]",
             'name = "tiny"',
+            "prefill_tokens_per_s = 200000",
         ]
         for number, port in self.nodes.items():
             lines += ["[[models.nodes]]", f'name = "node-{number}"', f'address = "127.0.0.1:{port}"']
@@ -185,7 +186,7 @@ async def test_a_slow_upload_arrives_unchanged(envoy: Envoy) -> None:
 
 
 async def test_a_client_cannot_steer_while_the_server_is_up(envoy: Envoy) -> None:
-    body = chat(text(8000))
+    body = chat(text(80_000))  # worth more than being the first in a queue
     home = await served_by(envoy, body)
     for number in NODES:
         steering = {CLUSTER_HEADER: f"node-{number}", DESTINATION_HEADER: envoy.address(number)}

@@ -69,8 +69,10 @@ def test_the_work_it_puts_on_a_node_is_what_it_believes() -> None:
 
 def test_a_faster_node_is_still_a_faster_node() -> None:
     slow, fast = node("a"), node("b")
-    fast = fast._replace(node=replace(fast.node, weight=4.0), prefill_s=0.25, wait_s=0.5)
+    fast = fast._replace(node=replace(fast.node, weight=4.0), prefill_s=0.25)
     assert Tightened(LeastTtft(), 1.0)(PROMPT, [slow, fast], price=1.0).node.id == "b"
+    late = fast._replace(wait_s=0.8)
+    assert Tightened(LeastTtft(), 1.0)(PROMPT, [slow, late], price=1.0).node.id == "a"
 
 
 @pytest.mark.parametrize(
